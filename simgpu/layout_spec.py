@@ -189,7 +189,7 @@ class _Reader:
         while self.accept(","):
             branches.append(self.tree())
         self.expect(")")
-        return tuple(branches) if len(branches) > 1 else branches[0]
+        return tuple(branches)
 
     def padded(self, order: str) -> Layout:
         extents, pad = [self.integer_after("(")], 0
