@@ -59,6 +59,9 @@ def tabulate(layout: Any, shape: int | Sequence[int] | None = None) -> np.ndarra
     if table.size and table.min() < 0:
         where = np.unravel_index(table.argmin(), shape)
         raise SimError(f"layout gives the negative offset {table[where]} at {_coordinate(where)}")
+    if table.max(initial=0) >= FAR:
+        where = np.unravel_index(table.argmax(), shape)
+        raise SimError(f"layout gives {table[where]} at {_coordinate(where)}, past 2^48 elements")
     return table
 
 
@@ -94,6 +97,8 @@ def _evaluate(layout: Layout | ComposedLayout, coordinates: Sequence[np.ndarray]
             return _affine(coordinates[0], layout.shape, layout.stride)
         return sum(_affine(*mode) for mode in zip(coordinates, layout.shape, layout.stride, strict=True))
     inner, outer = layout.inner, layout.outer
+    if abs(layout.offset) >= FAR:
+        raise SimError(f"a layout with the offset {layout.offset} reaches past 2^48 elements")
     index = layout.offset + (inner(coordinates[0]) if isinstance(inner, Swizzle) else _evaluate(inner, coordinates))
     if isinstance(outer, (Layout, ComposedLayout)):
         return _evaluate(outer, (index,))
@@ -110,9 +115,10 @@ def _affine(index: np.ndarray, shape: Any, stride: Any) -> np.ndarray:
     The last mode takes what is left without a modulo: CuTe lets it run past its extent.
     """
     if isinstance(shape, int):
-        if abs(stride) * int(np.abs(index).max(initial=0)) >= FAR:
+        farthest = int(np.abs(index).max(initial=0))
+        if farthest * abs(stride) >= FAR:
             raise SimError(f"a layout with stride {stride} over extent {shape} reaches past 2^48 elements")
-        return index * stride
+        return index * (stride if farthest else 0)
     offset = np.zeros_like(index)
     for mode, (extent, step) in enumerate(zip(shape, stride, strict=True)):
         last = mode == len(shape) - 1

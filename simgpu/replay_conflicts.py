@@ -89,11 +89,12 @@ def conflict_degrees(staged, accesses, count, group, keys, state, wavefronts):
         for lane in range(first, first + group):
             here = keys[lane]
             for k in range(BATCH):
-                same_bank = here[k] >> BANK_SHIFT == previous[k] >> BANK_SHIFT
-                next_word = degree[k] + int32(1) if same_bank else int32(1)
-                degree[k] = degree[k] if here[k] == previous[k] else next_word
-                worst[k] = max(worst[k], degree[k])
-                previous[k] = here[k]
+                key, before, words = here[k], previous[k], degree[k]
+                next_word = words + int32(1) if key >> BANK_SHIFT == before >> BANK_SHIFT else int32(1)
+                words = words if key == before else next_word
+                worst[k] = max(worst[k], words)
+                degree[k] = words
+                previous[k] = key
         for k in range(BATCH):
             total[k] += worst[k]
     for k in range(count):
@@ -134,11 +135,13 @@ def distinct_words(width, group, merges, counted, masks, shared, wavefronts, ide
     accesses = np.empty((2, BATCH), np.int64)
     keys, state = np.empty((LANES, BATCH), np.int32), np.empty((4, BATCH), np.int32)
     count = np.zeros(2, np.int64)
-    banks = int32(min(BANKS, LINE // width))  # an aligned vector covers whole banks: fewer, wider ones
-    shift = int32(WORD_SHIFT)
-    while 1 << shift < width:
-        shift += int32(1)
+    last_bank = int32(min(BANKS, LINE // width) - 1)  # an aligned vector covers whole banks: fewer, wider ones
+    unit = WORD_SHIFT
+    while 1 << unit < width:
+        unit += 1
+    shift = int32(unit)
     refused = int32(width - 1) | int32(-(2**31))
+    all_groups = active_groups(counted, group)
     for access in range(len(masks)):
         mask, row = masks[access], shared[access]
         bad, seen = int32(0), uint32(0)
@@ -146,20 +149,20 @@ def distinct_words(width, group, merges, counted, masks, shared, wavefronts, ide
         for lane in range(LANES):
             on = mask >> uint32(lane) & uint32(1)
             bad |= row[lane] & -int32(on)
-            seen |= on << uint32((row[lane] >> shift & banks - int32(1)) + (lane & -group))
+            seen |= on << uint32((row[lane] >> shift & last_bank) + (lane & -group))
         if bad & refused:
             return access
-        mask &= counted
-        if mask == counted and seen & counted == counted:
-            ideal[access] = wavefronts[access] = active_groups(counted, group)
+        active = uint32(mask & counted)
+        if active == counted and seen & counted == counted:
+            ideal[access] = wavefronts[access] = all_groups
             continue
-        merged = int(merges and pairs_merge(mask, row))
-        ideal[access] = active_groups(mask, group << merged)
+        merged = int(merges and pairs_merge(active, row))
+        ideal[access] = active_groups(active, group << merged)
         slot = count[merged]
         target = staged[merged, slot]
         for lane in range(LANES):
-            idle = int32(mask >> uint32(lane) & uint32(1)) - int32(1)
-            bank = row[lane] >> shift & banks - int32(1)
+            idle = int32(active >> uint32(lane) & uint32(1)) - int32(1)
+            bank = row[lane] >> shift & last_bank
             target[lane] = (bank << BANK_SHIFT | row[lane] >> ROW_SHIFT) | idle
         accesses[merged, slot] = access
         count[merged] = slot + 1

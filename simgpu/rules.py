@@ -42,8 +42,13 @@ class Cost:
     unmodelled: bool = False
 
 
-def cost(instruction: Instruction, width: int, mask: int,
-         shared: Sequence[int] | None = None, global_: Sequence[int] | None = None) -> Cost:
+def cost(
+    instruction: Instruction,
+    width: int,
+    mask: int,
+    shared: Sequence[int] | None = None,
+    global_: Sequence[int] | None = None,
+) -> Cost:
     """The cost of one warp executing ``instruction`` at ``width`` bytes per lane.
 
     ``shared`` and ``global_`` are 32 byte addresses (those of inactive lanes are ignored; shared
@@ -68,8 +73,10 @@ def cost(instruction: Instruction, width: int, mask: int,
             raise SimError(f"{instruction.name} needs {LANES} {memory} byte addresses")
         for lane in active:
             if addresses[lane] < 0 or addresses[lane] % width:
-                raise SimError(f"{instruction.name}: lane {lane}: {memory} byte address {addresses[lane]} is not a "
-                               f"non-negative multiple of {width}")
+                raise SimError(
+                    f"{instruction.name}: lane {lane}: {memory} byte address {addresses[lane]} is not a "
+                    f"non-negative multiple of {width}"
+                )
         sides.append({lane: addresses[lane] for lane in active})
     if not instruction.proven:
         return Cost(unmodelled=True)
@@ -104,13 +111,16 @@ def pairs_merge(addresses: dict[int, int]) -> bool:
     inactive or at its own address: the data path then carries half as many distinct vectors. Measured on
     loads only; stores never merge.
     """
-    return any(all(addresses.get(lane ^ step, address) == address for lane, address in addresses.items())
-               for step in (1, 2))
+    return any(
+        all(addresses.get(lane ^ step, address) == address for lane, address in addresses.items()) for step in (1, 2)
+    )
 
 
 def _grouped(addresses: dict[int, int], width: int, lanes: int) -> Cost:
-    degrees = [conflict_degree([(addresses[lane], width) for lane in range(first, first + lanes) if lane in addresses])
-               for first in range(0, LANES, lanes)]
+    degrees = [
+        conflict_degree([(addresses[lane], width) for lane in range(first, first + lanes) if lane in addresses])
+        for first in range(0, LANES, lanes)
+    ]
     return Cost(wavefronts=sum(degrees), ideal=sum(degree > 0 for degree in degrees))
 
 
@@ -170,8 +180,9 @@ def global_atomic(_: Instruction, width: int, global_: dict[int, int]) -> Cost:
     wanted: dict[int, Counter[int]] = defaultdict(Counter)
     for address in global_.values():
         wanted[address // SECTOR][address // WORD] += 1
-    return Cost(sectors=sum(max(words.values()) for words in wanted.values()),
-                ideal_sectors=ideal_sectors(len(global_), width))
+    return Cost(
+        sectors=sum(max(words.values()) for words in wanted.values()), ideal_sectors=ideal_sectors(len(global_), width)
+    )
 
 
 # ---- cp.async: global to shared -------------------------------------------------------------------------
@@ -225,8 +236,10 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
     if len(set(shared.values())) < len(shared) or len(set(global_.values())) < len(global_):
         return Cost(sectors=sectors, ideal_sectors=wanted, unmodelled=True)
     per_line = LINE // SECTOR
-    waves = {(block // per_line, sector // per_line, frozenset(kind), (block ^ sector) & 1)
-             for (block, sector), kind in moves.items()}
+    waves = {
+        (block // per_line, sector // per_line, frozenset(kind), (block ^ sector) & 1)
+        for (block, sector), kind in moves.items()
+    }
     return Cost(len(waves), -(-len(shared) * width // LINE), sectors, wanted)
 
 

@@ -1,0 +1,40 @@
+"""``simgpu kernels``: what ships with simgpu."""
+
+from __future__ import annotations
+
+import click
+
+from kernels_py import registered
+from simgpu.cli.options import emit, format_option
+from simgpu.report import Column
+
+
+@click.command()
+@format_option
+def kernels(fmt):
+    """List the kernels that ship with simgpu: their variants and parameters."""
+    rows = []
+    for name, kernel in registered().items():
+        parameters = kernel.parameters()
+        rows.append(
+            {"kernel": name, "summary": kernel.summary, "variants": list(kernel.variants), "parameters": parameters}
+        )
+    shown = [
+        row
+        | {
+            "variants": " ".join(row["variants"]),
+            "parameters": " ".join(f"{k}={v}" for k, v in row["parameters"].items()),
+        }
+        for row in rows
+    ]
+    emit(
+        fmt,
+        [
+            Column("kernel", "kernel", text=True),
+            Column("summary", "summary", text=True),
+            Column("variants", "variants", text=True, wrap=50),
+            Column("parameters", "parameters (--set)", text=True, wrap=40),
+        ],
+        shown,
+        document=rows,
+    )

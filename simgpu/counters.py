@@ -1,0 +1,204 @@
+"""From events to the table: what each site executed and what that cost, in Nsight Compute's terms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from simgpu.errors import SimError
+from simgpu.events import AccessEvent, Site, WorkEvent
+from simgpu.instructions import instruction
+from simgpu.replay import totals
+
+METRICS = {
+    "executed": "source page 'Instructions Executed'; smsp__sass_inst_executed per instruction",
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_{ld,st} for global accesses; one per executed instruction",
+    "wavefronts": "source page 'L1 Wavefronts Shared'; "
+    "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{ld,st,atom,ldsm,stsm,ldgsts}",
+    "ideal": "source page 'L1 Wavefronts Shared Ideal'",
+    "excessive": "source page 'L1 Wavefronts Shared Excessive'; "
+    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{ld,st} without its arbitration noise",
+    "n_way": "wavefronts / ideal",
+    "sectors": "source page 'L2 Theoretical Sectors Global'; "
+    "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{ld,st,ldgsts}",
+    "ideal_sectors": "source page 'L2 Theoretical Sectors Global Ideal'",
+    "sectors_per_request": "sectors / requests",
+    "bytes": "bytes the active lanes asked for",
+}
+"""What each column equals in Nsight Compute."""
+
+
+@dataclass(frozen=True)
+class SiteCounters:
+    """One row: the counters of a site, or of all sites together.
+
+    ``None`` means the instruction does not use that memory, or that some of its accesses have no proven rule:
+    ``unmodelled`` counts those. :data:`METRICS` says what each number equals in Nsight Compute.
+    """
+
+    site: str
+    file: str
+    line: int | None
+    instruction: str
+    width: int | None
+    executed: int
+    requests: int
+    wavefronts: int | None
+    ideal: int | None
+    sectors: int | None
+    ideal_sectors: int | None
+    bytes: int
+    unmodelled: int = 0
+
+    @property
+    def excessive(self) -> int | None:
+        """Wavefronts beyond the ideal: bank conflicts."""
+        return None if self.wavefronts is None or self.ideal is None else self.wavefronts - self.ideal
+
+    @property
+    def n_way(self) -> float | None:
+        """Wavefronts per ideal wavefront: 1 is conflict-free."""
+        return self.wavefronts / self.ideal if self.wavefronts is not None and self.ideal else None
+
+    @property
+    def wavefronts_per_instruction(self) -> float | None:
+        return self.wavefronts / self.executed if self.wavefronts is not None and self.executed else None
+
+    @property
+    def sectors_per_request(self) -> float | None:
+        return self.sectors / self.requests if self.sectors is not None and self.requests else None
+
+    def as_dict(self) -> dict:
+        """Every column, the derived ones included, ready for JSON."""
+        row = {field.name: getattr(self, field.name) for field in fields(self)}
+        derived = ("excessive", "n_way", "wavefronts_per_instruction", "sectors_per_request")
+        return row | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(frozen=True)
+class CounterTable:
+    """All sites of a run in program order, and the other instructions it executed (``work``: kind -> warps)."""
+
+    sites: tuple[SiteCounters, ...]
+    work: dict[str, int]
+
+    def __getitem__(self, site: str) -> SiteCounters:
+        for row in self.sites:
+            if row.site == site:
+                return row
+        raise SimError(f"no site {site!r} (there are {', '.join(row.site for row in self.sites)})")
+
+    def total(self, *, allow_unmodelled: bool = False) -> SiteCounters:
+        """The sum of all rows.
+
+        A column in which some row's accesses have no proven rule is None unless ``allow_unmodelled``,
+        which sums what is known.
+        """
+
+        def add(name: str) -> int | None:
+            values = [getattr(row, name) for row in self.sites]
+            unknown = any(
+                value is None and row.unmodelled and _concerns(row, name)
+                for row, value in zip(self.sites, values, strict=True)
+            )
+            present = [value for value in values if value is not None]
+            return None if (unknown and not allow_unmodelled) or not present else sum(present)
+
+        return SiteCounters(
+            "total",
+            "",
+            None,
+            "",
+            None,
+            *(
+                add(name)
+                for name in (
+                    "executed",
+                    "requests",
+                    "wavefronts",
+                    "ideal",
+                    "sectors",
+                    "ideal_sectors",
+                    "bytes",
+                    "unmodelled",
+                )
+            ),
+        )
+
+
+def _concerns(row: SiteCounters, column: str) -> bool:
+    """Whether ``row``'s instruction uses the memory that ``column`` counts."""
+    used = instruction(row.instruction)
+    return used.shared if column in ("wavefronts", "ideal") else used.global_
+
+
+class CounterSink:
+    """Counts events as they come; nothing is kept per access, so memory stays flat for any grid."""
+
+    def __init__(self):
+        self.order: dict[Site, int] = {}
+        self.counts: dict[Site, Counter] = {}
+        self.kinds: Counter[str] = Counter()
+
+    def access(self, event: AccessEvent) -> None:
+        masks, shared, global_, times = event.columns()
+        site = event.site
+        counted = totals(site.instruction, site.width, masks, shared, global_)
+        row = self.counts.setdefault(site, Counter())
+        self.order.setdefault(site, event.order)
+        row["executed"] += counted.accesses * times
+        row["bytes"] += _lanes(masks) * site.width * times
+        if event.unmodelled:
+            row["unmodelled"] += counted.accesses * times
+            return
+        for name in ("wavefronts", "ideal", "sectors", "ideal_sectors", "unmodelled"):
+            row[name] += getattr(counted, name) * times
+
+    def work(self, event: WorkEvent) -> None:
+        self.kinds[event.kind] += event.warps
+
+    def merge(self, others: Iterable[CounterSink]) -> CounterSink:
+        """Add what ``others`` counted to this sink, and return it."""
+        for other in others:
+            for site, row in other.counts.items():
+                self.counts.setdefault(site, Counter()).update(row)
+                self.order[site] = min(self.order.get(site, other.order[site]), other.order[site])
+            self.kinds.update(other.kinds)
+        return self
+
+    def table(self) -> CounterTable:
+        """The counts so far."""
+        rows = []
+        for site in sorted(self.counts, key=self.order.__getitem__):
+            row, used = self.counts[site], site.instruction
+            # An access without a rule leaves its shared side unknown; of one that is global only, or that
+            # nobody measured at all, the sectors too.
+            blind = bool(row["unmodelled"])
+            shared = used.shared and not blind
+            global_ = used.global_ and not (blind and (not used.shared or not used.proven))
+            rows.append(
+                SiteCounters(
+                    site.name,
+                    site.file,
+                    site.line,
+                    used.name,
+                    site.width,
+                    row["executed"],
+                    row["executed"],
+                    row["wavefronts"] if shared else None,
+                    row["ideal"] if shared else None,
+                    row["sectors"] if global_ else None,
+                    row["ideal_sectors"] if global_ else None,
+                    row["bytes"],
+                    row["unmodelled"],
+                )
+            )
+        return CounterTable(tuple(rows), dict(self.kinds))
+
+
+def _lanes(masks: np.ndarray) -> int:
+    """Active lanes in all of ``masks`` (uint32[n])."""
+    return int(np.unpackbits(masks.view(np.uint8)).sum(dtype=np.int64))

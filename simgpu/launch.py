@@ -1,0 +1,204 @@
+"""A kernel as a user writes it: a host function that returns a :class:`Launch`, and the device function it launches.
+
+::
+
+    def stencil(*, n: int = 4096, pad: int = 0) -> Launch:          # host: parameters in, launch out
+        src = GlobalTensor("src", float32, (n,))
+        return Launch(body, grid=n // 256, block=256, args=(src, pad))
+
+    def body(cta, src, pad): ...                                     # device: one statement, every warp
+
+Such a function needs no registration: ``simgpu conflicts stencil.py:stencil --set pad=1``. Decorating it with
+:func:`kernel` names variants, so that ``stencil.py:stencil@padded`` works too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from simgpu.errors import SimError
+from simgpu.instructions import nearest
+from simgpu.tensor import GlobalTensor
+
+MAX_THREADS = 1024  # per block, every GPU this project knows (CUDA C++ Programming Guide, compute capabilities)
+
+
+def _dim3(what: str, value) -> tuple[int, int, int]:
+    dims = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(dims) <= 3 or any(not isinstance(d, int) or d < 1 for d in dims):
+        raise SimError(f"{what} {value!r} needs one to three positive integers")
+    return (*dims, 1, 1)[:3]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A device function with its grid, block and arguments, as in ``body<<<grid, block>>>(*args)``.
+
+    ``grid`` and ``block`` are (x, y, z), shorter tuples or an integer. ``args`` are passed on to
+    ``body(cta, *args)``; those that are :class:`GlobalTensor` become the kernel's global memory.
+    ``registers`` per thread, if known (from ``ptxas -v``), lets occupancy be exact. ``check`` is called with
+    {name: array} of every global tensor after a run with values of the whole grid, and raises or returns
+    False when the result is wrong.
+
+    >>> Launch(lambda cta: None, grid=4, block=(32, 8)).threads
+    256
+    """
+
+    body: Callable[..., None]
+    grid: tuple[int, int, int] | int
+    block: tuple[int, int, int] | int
+    args: tuple[Any, ...] = ()
+    registers: int | None = None
+    check: Callable[[Mapping[str, Any]], Any] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "grid", _dim3("grid", self.grid))
+        object.__setattr__(self, "block", _dim3("block", self.block))
+        if self.threads > MAX_THREADS:
+            raise SimError(f"block {self.block} has {self.threads} threads; the limit is {MAX_THREADS}")
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) < len(names):
+            raise SimError(f"global tensors need distinct names, not {names}")
+
+    @property
+    def threads(self) -> int:
+        return prod(self.block)
+
+    @property
+    def warps(self) -> int:
+        return -(-self.threads // 32)
+
+    @property
+    def ctas(self) -> int:
+        return prod(self.grid)
+
+    @property
+    def tensors(self) -> tuple[GlobalTensor, ...]:
+        return tuple(arg for arg in self.args if isinstance(arg, GlobalTensor))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A host function and its named variants, each a set of parameter values."""
+
+    name: str
+    host: Callable[..., Launch]
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """The first line of the host function's docstring."""
+        return (inspect.getdoc(self.host) or "").split("\n")[0]
+
+    def parameters(self, variant: str | None = None) -> dict[str, Any]:
+        """Parameter values of ``variant`` (None: the defaults). Raises SimError for an unknown variant."""
+        defaults = {name: p.default for name, p in inspect.signature(self.host).parameters.items()}
+        if variant is None:
+            return defaults
+        if variant not in self.variants:
+            raise SimError(f"kernel {self.name!r} has no variant {variant!r}{nearest(variant, self.variants)}")
+        return {**defaults, **self.variants[variant]}
+
+    def launch(self, variant: str | None = None, /, **overrides) -> Launch:
+        """The launch of ``variant`` with single parameters replaced.
+
+        Raises SimError for an unknown variant or parameter, a missing parameter, or a value the host
+        function refuses.
+        """
+        parameters = self.parameters(variant)
+        for name in overrides:
+            if name not in parameters:
+                raise SimError(f"kernel {self.name!r} has no parameter {name!r}{nearest(name, parameters)}")
+        parameters |= overrides
+        missing = [name for name, value in parameters.items() if value is inspect.Parameter.empty]
+        if missing:
+            raise SimError(f"kernel {self.name!r} needs a value for {', '.join(missing)} (--set {missing[0]}=VALUE)")
+        launch = self.host(**parameters)
+        if not isinstance(launch, Launch):
+            raise SimError(f"kernel {self.name!r} returned {type(launch).__name__}, not a simgpu.Launch")
+        return launch
+
+    def parse(self, variant: str | None, settings: Mapping[str, str]) -> dict[str, Any]:
+        """``settings`` as text turned into values of each parameter's own type (that of its default).
+
+        >>> Kernel("k", lambda *, n=4, fast=False: None).parse(None, {"n": "0x10", "fast": "yes"})
+        {'n': 16, 'fast': True}
+        """
+        parameters = self.parameters(variant)
+        values = {}
+        for name, text in settings.items():
+            if name not in parameters:
+                raise SimError(f"kernel {self.name!r} has no parameter {name!r}{nearest(name, parameters)}")
+            values[name] = _parse_value(f"parameter {name}", text, parameters[name])
+        return values
+
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _parse_value(what: str, text: str, default):
+    kind = bool if isinstance(default, bool) else int if isinstance(default, int) else type(default)
+    try:
+        if kind is bool:
+            return _BOOLEANS[text.lower()]
+        if kind is int or default is inspect.Parameter.empty:
+            return int(text, 0)
+        return float(text) if kind is float else text
+    except (KeyError, ValueError):
+        raise SimError(f"{what}: {text!r} is not {'a yes/no value' if kind is bool else 'a number'}") from None
+
+
+def kernel(**variants: Mapping[str, Any]) -> Callable[[Callable[..., Launch]], Kernel]:
+    """Decorate a host function with its named variants: ``@kernel(plain={}, padded={"pad": 1})``."""
+
+    def decorate(host: Callable[..., Launch]) -> Kernel:
+        made = Kernel(host.__name__, host, dict(variants))
+        for variant, values in variants.items():
+            unknown = set(values) - set(made.parameters())
+            if unknown:
+                raise SimError(f"variant {variant!r} of {made.name!r} sets unknown parameters {sorted(unknown)}")
+        return made
+
+    return decorate
+
+
+def load_kernel(path: str, function: str) -> Kernel:
+    """The kernel called ``function`` in the Python file ``path``: decorated, or a plain host function.
+
+    Raises SimError when the file cannot be imported or has no such function.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise SimError(f"no kernel file {path!r}")
+    spec = importlib.util.spec_from_file_location(f"simgpu_user_{file.stem}", file)
+    if spec is None:
+        raise SimError(f"{path!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.resolve().parent))  # so that the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except SimError:
+        raise
+    except Exception as error:
+        raise SimError(f"{path}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    found = getattr(module, function, None)
+    if isinstance(found, Kernel):
+        return found
+    if callable(found):
+        return Kernel(function, found)
+    hosts = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, Kernel) or (inspect.isfunction(value) and value.__module__ == module.__name__)
+    ]
+    raise SimError(f"{path} has no function {function!r}{nearest(function, hosts)}")

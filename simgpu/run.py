@@ -1,0 +1,166 @@
+"""Run a launch on the emulator and return its counters.
+
+>>> from kernels_py import find
+>>> kernel, variant = find("transpose@pad1")
+>>> simulate(kernel.launch(variant, rows=64, cols=64)).table["tile.load"].wavefronts_per_instruction
+1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from simgpu.counters import CounterSink, CounterTable
+from simgpu.cta import CTA
+from simgpu.errors import DataDependent, SimError
+from simgpu.events import AccessEvent, Sink, Site, WorkEvent
+from simgpu.launch import Launch
+from simgpu.memory import GlobalMemory
+
+SHARED_LIMIT = 232448  # bytes a block may opt in to on compute capability 9.0 (227 KB)
+BATCH_WARPS = 2048  # addresses only: 2,048 warps x 32 lanes x 8 bytes keep a batch's arrays within the caches
+BATCH_WARPS_WITH_VALUES = 256
+CHECK_BYTES = 2**28  # global memory up to which a first CTA is checked with values before an address-only run
+
+MODES = ("auto", "values", "addresses")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found.
+
+    ``table``: counters per site. ``shared_bytes``: what a block allocated. ``ctas`` were emulated of
+    ``launch.ctas``. ``values``: whether data was computed; ``arrays``: then the global tensors by name.
+    ``checked``: the CTAs run with values first, to find what only values show (0: none).
+    """
+
+    launch: Launch
+    table: CounterTable
+    shared_bytes: int
+    ctas: int
+    values: bool
+    checked: int = 0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+
+
+def simulate(
+    launch: Launch,
+    *,
+    ctas: int | None = None,
+    mode: str = "auto",
+    sinks: Iterable[Sink] = (),
+    threads: int = 1,
+    shared_limit: int = SHARED_LIMIT,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Emulate the first ``ctas`` CTAs of ``launch`` (None: all) and count every memory instruction.
+
+    ``mode``: ``values`` computes data, so results can be compared and every refusal of the device is
+    reproduced; ``addresses`` computes addresses alone; ``auto`` runs CTA 0 with values, then the rest with
+    addresses alone, or everything with values when addresses depend on data. ``sinks`` also receive every
+    event, in program order. ``threads`` share the CTAs of an address-only run. ``progress(done, all)`` is called after
+    every batch. Raises :class:`~simgpu.errors.SimError` for what the device would refuse.
+    """
+    total = launch.ctas if ctas is None else ctas
+    if not 1 <= total <= launch.ctas:
+        raise SimError(f"{ctas} CTAs asked for; the grid {launch.grid} has {launch.ctas}")
+    if mode not in MODES:
+        raise SimError(f"mode {mode!r} is none of {', '.join(MODES)}")
+    sinks = tuple(sinks)
+    emulation = _Emulation(launch, total, sinks, shared_limit, progress)
+    if mode == "values":
+        return emulation.with_values()
+    checked = 0
+    if mode == "auto" and sum(tensor.nbytes for tensor in launch.tensors) <= CHECK_BYTES:
+        checked = 1
+        _Emulation(launch, 1, (), shared_limit, None).with_values(verify=False)
+    try:
+        return emulation.addresses_only(1 if sinks else threads, checked)
+    except DataDependent:
+        if mode == "addresses":
+            raise
+        # Sinks have heard nothing that is not heard again only if none was given; a trace must start afresh.
+        for sink in sinks:
+            sink.restart()
+        return _Emulation(launch, total, sinks, shared_limit, progress).with_values()
+
+
+class _Emulation:
+    """One pass over the CTAs of a launch."""
+
+    def __init__(self, launch: Launch, ctas: int, sinks: tuple[Sink, ...], shared_limit: int, progress):
+        self.launch, self.ctas, self.sinks, self.shared_limit, self.progress = (
+            launch,
+            ctas,
+            sinks,
+            shared_limit,
+            progress,
+        )
+        self.sites: dict[str, Site] = {}
+        self.shared_bytes = 0
+
+    def with_values(self, verify: bool = True) -> Result:
+        memory = GlobalMemory(self.launch.tensors)
+        counter = CounterSink()
+        done = 0
+        for batch in self._batches(BATCH_WARPS_WITH_VALUES):
+            self._run(batch, _Tee((counter, *self.sinks)), memory)
+            done += len(batch)
+            if self.progress:
+                self.progress(done, self.ctas)
+        arrays = memory.arrays(self.launch.tensors) if verify else {}
+        if (
+            verify
+            and self.launch.check is not None
+            and self.ctas == self.launch.ctas
+            and self.launch.check(arrays) is False
+        ):
+            raise SimError(f"{self.launch.body.__name__}: the result is wrong")
+        return Result(self.launch, counter.table(), self.shared_bytes, self.ctas, True, 0, arrays)
+
+    def addresses_only(self, threads: int, checked: int) -> Result:
+        def count(batch: np.ndarray) -> tuple[CounterSink, int]:
+            counter = CounterSink()
+            self._run(batch, _Tee((counter, *self.sinks)) if self.sinks else counter, None)
+            return counter, len(batch)
+
+        whole, done = CounterSink(), 0
+        with ThreadPoolExecutor(threads) as pool:
+            batches = self._batches(BATCH_WARPS)
+            # A few batches per thread are in the air at a time, so that neither results nor batches pile up.
+            while window := list(islice(batches, 4 * threads)):
+                for counter, size in pool.map(count, window) if threads > 1 else map(count, window):
+                    whole.merge([counter])
+                    done += size
+                    if self.progress:
+                        self.progress(done, self.ctas)
+        return Result(self.launch, whole.table(), self.shared_bytes, self.ctas, False, checked)
+
+    def _batches(self, warps: int):
+        step = max(1, warps // self.launch.warps)
+        return (np.arange(first, min(first + step, self.ctas)) for first in range(0, self.ctas, step))
+
+    def _run(self, batch: np.ndarray, sink: Sink, memory: GlobalMemory | None) -> None:
+        cta = CTA(self.launch, batch, sink, memory=memory, shared_limit=self.shared_limit, sites=self.sites)
+        self.launch.body(cta, *self.launch.args)
+        self.shared_bytes = max(self.shared_bytes, cta.shared_bytes)
+
+
+@dataclass(frozen=True)
+class _Tee:
+    """Several sinks as one."""
+
+    sinks: tuple[Sink, ...]
+
+    def access(self, event: AccessEvent) -> None:
+        for sink in self.sinks:
+            sink.access(event)
+
+    def work(self, event: WorkEvent) -> None:
+        for sink in self.sinks:
+            sink.work(event)
