@@ -113,3 +113,19 @@ def test_everything_else_is_refused(text, message):
 
 def test_deep_nesting_is_answered():
     assert lane_expression("-" * 300 + "lane")[5] == 5
+
+
+PIECES = ["lane", "(", ")", "+", "-", "*", "**", "//", "%", "<<", ">>", "~", "&", " if ", " else ", " and ",
+          "not ", "0", "7",
+          "0x", "1e9", "9223372036854775807", "[", "]", ".", ",", ":", ":=", "=", "'", "f'", "lambda ", "#", "\\", " "]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_text_is_32_integers_or_one_clear_line(text):
+    try:
+        values = lane_expression(text)
+    except SimError as refusal:
+        assert "\n" not in str(refusal)
+    else:
+        assert values.shape == (32,)

@@ -100,6 +100,10 @@ def test_a_callable_that_answers_arrays_differently_is_not_believed():
     assert tabulate(lambda i, j: 3, (2, 3)).tolist() == [[3] * 3] * 2
 
 
+def test_a_mode_of_one_element_may_have_any_stride():
+    assert tabulate(Layout((1, 4), (2**70, 1))).tolist() == [[0, 1, 2, 3]]
+
+
 def test_no_layout_is_row_major():
     assert np.array_equal(tabulate(None, (3, 4, 5)), tabulate(Layout((3, 4, 5), (20, 5, 1))))
 
@@ -115,6 +119,8 @@ def test_no_layout_is_row_major():
     (lambda i, j: i * 8 - j, (4, 8), r"negative offset -7 at \(0,7\)"),
     (lambda i, j: i * 8 + j / 2, (4, 8), r"layout gives 0.0 at \(0,0\), not an integer"),
     (lambda i: [0, 1, 2][i], 4, r"layout fails at \(3\): IndexError"),
+    (ComposedLayout(Swizzle(1, 1, 1), Layout(4, 1), offset=2**70), 4, "past 2.48"),
+    (lambda i, j: i * 2**60 + (j == 20) * 0, (4, 40), r"layout gives 3458764513820540928 at \(3,0\), past 2.48"),
     (lambda i: 2**70 * i, 2, r"layout gives 1180591620717411303424 at \(1\), past"),
     (lambda i: i, None, "give the shape"),
     (None, None, "give the shape"),
@@ -278,3 +284,19 @@ def test_atoms_in_specs_follow_the_element_size():
 def test_a_bad_spec_is_refused_where_it_goes_wrong(spec, message):
     with pytest.raises(SimError, match=message):
         parse_layout(spec)
+
+
+PIECES = ["(", ")", ",", ":", "<", ">", "=", "o", "0", "1", "8", "64", "_8", "99999999999999999999", "row",
+          "col", "pad",
+          "Swizzle", "Sw<3,3,3> o ", "K-SW128", "MN-INTER(16,16)", "row(8,8)", "x", " ", "-", "(8,64):(64,1)"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+def test_any_text_is_a_layout_or_one_clear_line(text):
+    try:
+        table = tabulate(parse_layout(text))
+    except SimError as refusal:
+        assert "\n" not in str(refusal)
+    else:
+        assert table.min() >= 0
