@@ -143,27 +143,27 @@ def distinct_words(width, group, merges, counted, masks, shared, wavefronts, ide
     refused = int32(width - 1) | int32(-(2**31))
     all_groups = active_groups(counted, group)
     for access in range(len(masks)):
-        mask, row = masks[access], shared[access]
+        mask = masks[access]
         bad, seen = int32(0), uint32(0)
         # One bit per lane and per (group, bank): a group has as many banks as lanes, so 32 bits hold both.
         for lane in range(LANES):
             on = mask >> uint32(lane) & uint32(1)
-            bad |= row[lane] & -int32(on)
-            seen |= on << uint32((row[lane] >> shift & last_bank) + (lane & -group))
+            bad |= shared[access, lane] & -int32(on)
+            seen |= on << uint32((shared[access, lane] >> shift & last_bank) + (lane & -group))
         if bad & refused:
             return access
         active = uint32(mask & counted)
         if active == counted and seen & counted == counted:
             ideal[access] = wavefronts[access] = all_groups
             continue
-        merged = int(merges and pairs_merge(active, row))
+        merged = int(merges and pairs_merge(active, shared[access]))
         ideal[access] = active_groups(active, group << merged)
         slot = count[merged]
         target = staged[merged, slot]
         for lane in range(LANES):
             idle = int32(active >> uint32(lane) & uint32(1)) - int32(1)
-            bank = row[lane] >> shift & last_bank
-            target[lane] = (bank << BANK_SHIFT | row[lane] >> ROW_SHIFT) | idle
+            bank = shared[access, lane] >> shift & last_bank
+            target[lane] = (bank << BANK_SHIFT | shared[access, lane] >> ROW_SHIFT) | idle
         accesses[merged, slot] = access
         count[merged] = slot + 1
         if slot + 1 == BATCH:

@@ -4,8 +4,8 @@ A trace is a zip archive: ``manifest.json`` (format, version, sites, launch, row
 consecutive accesses, one ``.npy`` member per column. Chunks bound the memory of writer and reader; the archive's
 checksums and closing directory show damage and truncation.
 
-Columns of n accesses, in program order: ``site`` int32[n] (index into the manifest's sites), ``order`` int64[n], ``cta``
-int64[n], ``warp`` int32[n], ``mask`` uint32[n], ``shared`` int32[n, 32] and ``global`` int64[n, 32] byte addresses (-1
+Columns of n accesses, in program order: ``site`` int32[n] (index into the manifest's sites), ``order`` int64[n],
+``cta`` int64[n], ``warp`` int32[n], ``mask`` uint32[n], ``shared`` int32[n, 32] and ``global`` int64[n, 32] byte addresses (-1
 where the instruction does not use that memory).
 """
 
@@ -49,7 +49,7 @@ class TraceWriter:
     def __init__(self, path: str | Path, launch: dict):
         self.path, self.launch = Path(path), launch
         try:
-            self._file = NamedTemporaryFile(  # noqa: SIM115: __exit__ closes it
+            self._file = NamedTemporaryFile(  # noqa: SIM115 (closed by __exit__)
                 dir=self.path.parent, prefix=self.path.name, suffix=".part", delete=False)
         except OSError as error:
             raise SimError(f"cannot write trace {str(path)!r}: {error.strerror}") from None
