@@ -6,6 +6,7 @@ global int64[n, 32]) and the columns of length n to fill. It returns -1, or the 
 active address that is negative or misaligned.
 
 Everything compiled together stands in one file: numba renews a cached function only when its own file changes.
+Helpers take the rows and an index, not one row: a view handed on is reference-counted, atomically, every time.
 """
 
 from __future__ import annotations
@@ -14,38 +15,48 @@ import numpy as np
 from numba import njit
 
 from simgpu.instructions import LANES
+from simgpu.replay_conflicts import COMPARATORS
 from simgpu.rules import BANKS, LINE, SECTOR, WORD
 
+# Addresses are not negative and every unit is a power of two: shifts, because numba's // and % are slow.
 WORD_SHIFT, SECTOR_SHIFT, LINE_SHIFT = (size.bit_length() - 1 for size in (WORD, SECTOR, LINE))
+PADDING = np.iinfo(np.int64).max
 
 compiled = njit(cache=True, nogil=True)
 
+
 @compiled
-def refuses(width, mask, row):
-    """Whether an active address of ``row`` is negative or not a multiple of ``width``."""
-    bad = row[0] & 0
+def refuses(width, mask, rows, access):
+    """Whether an active address of the access is negative or not a multiple of ``width``."""
+    bad = rows[access, 0] & 0
     for lane in range(LANES):
         if mask >> lane & 1:
-            bad |= row[lane]
+            bad |= rows[access, lane]
     return bad < 0 or bad & (width - 1) != 0
 
 
 @compiled
-def sort_active(unit, mask, row, first, last, units):
-    """Sort address // ``unit`` of the active lanes first..last-1 into ``units`` (int64[32]); return how many.
+def log2(power):
+    exponent = 0
+    while 1 << exponent < power:
+        exponent += 1
+    return exponent
 
-    Insertion, because lanes mostly ascend already.
-    """
-    count = 0
-    for lane in range(first, last):
+
+@compiled
+def sort_active(shift, mask, rows, access, units):
+    """Sort address >> ``shift`` of the active lanes into ``units`` (int64[32]); return how many."""
+    count, ascending = 0, True
+    for lane in range(LANES):
         if mask >> lane & 1:
-            new = row[lane] // unit
-            at = count
-            while at > 0 and units[at - 1] > new:
-                units[at] = units[at - 1]
-                at -= 1
-            units[at] = new
+            units[count] = rows[access, lane] >> shift
+            ascending &= count == 0 or units[count - 1] <= units[count]
             count += 1
+    if not ascending:  # lanes mostly ascend; where they do not, a network has no branches to mispredict
+        units[count:] = PADDING
+        for c in range(len(COMPARATORS)):
+            low, high = COMPARATORS[c]
+            units[low], units[high] = min(units[low], units[high]), max(units[low], units[high])
     return count
 
 
@@ -59,13 +70,29 @@ def distinct(units, count):
 
 
 @compiled
-def fullest_bank(width, mask, row, first, last, lanes_on):
-    """How many active lanes first..last-1 land on the bank that most of them do (``lanes_on``: scratch[32])."""
+def repeats(mask, rows, access, first, last, ring):
+    """Whether two active lanes first..last-1 have the same address (``ring``: int64[64] scratch).
+
+    Any two lanes stand at most 16 apart around a ring of 32, so 16 comparisons of the ring with itself meet all.
+    """
+    for lane in range(LANES):
+        counts = first <= lane < last and mask >> lane & 1
+        ring[lane] = ring[lane + LANES] = rows[access, lane] if counts else -1 - lane
+    same = 0
+    for apart in range(1, LANES // 2 + 1):
+        for lane in range(LANES):
+            same |= ring[lane] == ring[lane + apart]
+    return same != 0
+
+
+@compiled
+def fullest_bank(shift, mask, rows, access, first, last, lanes_on):
+    """The most active lanes first..last-1 on one of the banks of 1 << ``shift`` bytes (``lanes_on``: scratch)."""
     lanes_on[:] = 0
     fullest = 0
     for lane in range(first, last):
         if mask >> lane & 1:
-            bank = row[lane] % LINE // width
+            bank = (rows[access, lane] & LINE - 1) >> shift
             lanes_on[bank] += 1
             fullest = max(fullest, lanes_on[bank])
     return fullest
@@ -76,10 +103,10 @@ def shared_atomic(passes, width, masks, shared, wavefronts, ideal):
     """ATOMS: lanes on one bank take turns of ``passes`` wavefronts (compare-and-swap: 2)."""
     lanes_on = np.empty(BANKS, np.int64)
     for access in range(len(masks)):
-        mask, row = masks[access], shared[access]
-        if refuses(width, mask, row):
+        mask = masks[access]
+        if refuses(width, mask, shared, access):
             return access
-        turns = fullest_bank(WORD, mask, row, 0, LANES, lanes_on)
+        turns = fullest_bank(WORD_SHIFT, mask, shared, access, 0, LANES, lanes_on)
         wavefronts[access] = passes * turns
         ideal[access] = passes * min(turns, 1)
     return -1
@@ -88,7 +115,7 @@ def shared_atomic(passes, width, masks, shared, wavefronts, ideal):
 @compiled
 def ideal_sectors(lanes, width):
     """The fewest sectors that hold ``lanes`` distinct elements of ``width`` bytes."""
-    return (lanes * width + SECTOR - 1) // SECTOR
+    return lanes * width + SECTOR - 1 >> SECTOR_SHIFT
 
 
 @compiled
@@ -96,10 +123,10 @@ def global_access(width, masks, global_, sectors, ideal):
     """LDG and STG: the distinct sectors touched."""
     units = np.empty(LANES, np.int64)
     for access in range(len(masks)):
-        mask, row = masks[access], global_[access]
-        if refuses(width, mask, row):
+        mask = masks[access]
+        if refuses(width, mask, global_, access):
             return access
-        lanes = sort_active(SECTOR, mask, row, 0, LANES, units)
+        lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
         sectors[access] = distinct(units, lanes)
         ideal[access] = ideal_sectors(lanes, width)
     return -1
@@ -109,15 +136,16 @@ def global_access(width, masks, global_, sectors, ideal):
 def global_atomic(width, masks, global_, sectors, ideal):
     """ATOMG and RED: a sector is sent once per lane on its most wanted word."""
     words = np.empty(LANES, np.int64)
+    to_sector = SECTOR_SHIFT - WORD_SHIFT
     for access in range(len(masks)):
-        mask, row = masks[access], global_[access]
-        if refuses(width, mask, row):
+        mask = masks[access]
+        if refuses(width, mask, global_, access):
             return access
-        lanes = sort_active(WORD, mask, row, 0, LANES, words)
+        lanes = sort_active(WORD_SHIFT, mask, global_, access, words)
         sent = on_word = most = 0
         for i in range(lanes):
             on_word = on_word + 1 if i and words[i] == words[i - 1] else 1
-            if i and words[i] * WORD // SECTOR != words[i - 1] * WORD // SECTOR:
+            if i and words[i] >> to_sector != words[i - 1] >> to_sector:
                 sent += most
                 most = 0
             most = max(most, on_word)
@@ -129,24 +157,24 @@ def global_atomic(width, masks, global_, sectors, ideal):
 @compiled
 def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
     """cp.async.ca: per group max(s, g) of the two sides' fullest banks, where one of them is 1."""
-    units, lanes_on = np.empty(LANES, np.int64), np.empty(BANKS, np.int64)
-    group = LINE // width
+    units, ring, lanes_on = np.empty(LANES, np.int64), np.empty(2 * LANES, np.int64), np.empty(BANKS, np.int64)
+    group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
-        mask, targets, sources = masks[access], shared[access], global_[access]
-        if refuses(width, mask, targets) or refuses(width, mask, sources):
+        mask = masks[access]
+        if refuses(width, mask, shared, access) or refuses(width, mask, global_, access):
             return access
-        lanes = sort_active(SECTOR, mask, sources, 0, LANES, units)
+        lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
         sectors[access] = distinct(units, lanes)
         least_sectors[access] = ideal_sectors(lanes, width)
         passes = groups = 0
         known = True
         for first in range(0, LANES, group):
-            s = fullest_bank(width, mask, targets, first, first + group, lanes_on)
-            g = fullest_bank(width, mask, sources, first, first + group, lanes_on)
-            lanes = sort_active(1, mask, sources, first, first + group, units)
-            known &= min(s, g) <= 1 and distinct(units, lanes) == lanes
+            s = fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
+            g = fullest_bank(shift, mask, global_, access, first, first + group, lanes_on)
+            if g > 1:  # lanes on one global address are on one bank
+                known &= s == 1 and not repeats(mask, global_, access, first, first + group, ring)
             passes += max(s, g)
-            groups += lanes > 0
+            groups += min(s, 1)
         wavefronts[access] = passes if known else -1
         ideal[access] = groups if known else -1
         unmodelled[access] = not known
@@ -154,43 +182,49 @@ def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, l
 
 
 @compiled
+def find(first, second, count, wanted_first, wanted_second):
+    """Index of the pair among the first ``count``, or -1. Newest first: neighbouring lanes mostly share a pair."""
+    at = count - 1
+    while at >= 0 and (first[at] != wanted_first or second[at] != wanted_second):
+        at -= 1
+    return at
+
+
+@compiled
 def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
     """cp.async.cg: distinct (row, line, kind of the moves, parity) over the (block, sector) pairs."""
-    units = np.empty(LANES, np.int64)
+    ring = np.empty(2 * LANES, np.int64)
     block, sector, kind = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    per_line = LINE // SECTOR
+    row, line = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
     for access in range(len(masks)):
-        mask, targets, sources = masks[access], shared[access], global_[access]
-        if refuses(width, mask, targets) or refuses(width, mask, sources):
+        mask = masks[access]
+        if refuses(width, mask, shared, access) or refuses(width, mask, global_, access):
             return access
-        lanes = sort_active(1, mask, targets, 0, LANES, units)
-        known = distinct(units, lanes) == lanes
-        sort_active(1, mask, sources, 0, LANES, units)
-        known &= distinct(units, lanes) == lanes
-        pairs = 0
+        known = not (repeats(mask, shared, access, 0, LANES, ring) or repeats(mask, global_, access, 0, LANES, ring))
+        lanes = pairs = 0
         for lane in range(LANES):
             if mask >> lane & 1:
-                to, source = targets[lane] // SECTOR, sources[lane] // SECTOR
-                at = pairs - 1  # newest first: neighbouring lanes mostly share a pair
-                while at >= 0 and (block[at] != to or sector[at] != source):
-                    at -= 1
-                if at < 0:
-                    at = pairs
-                    block[at], sector[at], kind[at] = to, source, 0
+                lanes += 1
+                target, source = shared[access, lane], global_[access, lane]
+                pair = find(block, sector, pairs, target >> SECTOR_SHIFT, source >> SECTOR_SHIFT)
+                if pair < 0:
+                    pair = pairs
+                    block[pair], sector[pair], kind[pair] = target >> SECTOR_SHIFT, source >> SECTOR_SHIFT, 0
                     pairs += 1
                 # The kind is a set of half -> half moves: one bit for each of the four.
-                kind[at] |= 1 << (sources[lane] // width % 2 * 2 + targets[lane] // width % 2)
+                kind[pair] |= 1 << ((source >> chunk & 1) * 2 + (target >> chunk & 1))
         waves = 0
-        for i in range(pairs):
-            new = True
-            for j in range(i):
-                new &= (kind[i] != kind[j] or (block[i] ^ sector[i] ^ block[j] ^ sector[j]) & 1 != 0
-                        or block[i] // per_line != block[j] // per_line
-                        or sector[i] // per_line != sector[j] // per_line)
-            waves += new
+        for pair in range(pairs):
+            # Kind and parity ride in the low bits of the row, so that a wavefront is a pair of numbers too.
+            parity = (block[pair] ^ sector[pair]) & 1
+            tagged = (block[pair] >> to_line) * 32 + kind[pair] * 2 + parity
+            if find(row, line, waves, tagged, sector[pair] >> to_line) < 0:
+                row[waves], line[waves] = tagged, sector[pair] >> to_line
+                waves += 1
         sectors[access] = pairs
         least_sectors[access] = ideal_sectors(lanes, width)
         wavefronts[access] = waves if known else -1
-        ideal[access] = (lanes * width + LINE - 1) // LINE if known else -1
+        ideal[access] = lanes * width + LINE - 1 >> LINE_SHIFT if known else -1
         unmodelled[access] = not known
     return -1
