@@ -27,7 +27,7 @@ from pathlib import Path
 import click
 
 from simgpu.errors import SimError
-from validation.ncu import COLUMNS, by_site, folder_sites, read_report
+from validation.ncu import COLUMNS, by_site, folder_sites, line_table, read_report
 
 SOURCES = Path(__file__).parent / "cuda"
 NVCC_FLAGS = ("-std=c++17", "-O3", "-lineinfo")
@@ -65,6 +65,9 @@ HARDWARE = (
     "smsp__inst_executed.sum",
     "smsp__issue_active.avg.pct_of_peak_sustained_active",
 )
+# What Nsight Compute says of every launch, of which these are kept.
+LAUNCH = ("launch__occupancy_limit_blocks", "launch__occupancy_limit_registers", "launch__occupancy_limit_shared_mem",
+          "launch__occupancy_limit_warps", "launch__shared_mem_config_size", "launch__waves_per_multiprocessor")
 ACHIEVED = "sm__warps_active.avg.pct_of_peak_sustained_active"
 
 
@@ -115,9 +118,9 @@ KERNELS = {"transpose": transpose_cases, "hgemm_ladder": hgemm_cases, "smem_to_r
 # ---- how it is measured ----------------------------------------------------------------------------------------------
 
 
-def output_of(*command: str) -> str:
+def output_of(*command: str, cwd: Path | None = None) -> str:
     """What ``command`` prints. :class:`SimError` with its last line of complaint when it fails."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         complaint = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise SimError(f"{Path(command[0]).name} failed with status {done.returncode}: {complaint}")
@@ -125,9 +128,11 @@ def output_of(*command: str) -> str:
 
 
 def require_tools() -> None:
-    """Raise :class:`SimError` unless a GPU, nvcc and ncu are at hand."""
+    """Raise :class:`SimError` unless a GPU, the CUDA toolkit and Nsight Compute are at hand."""
     for tool, remedy in (("nvidia-smi", "install the NVIDIA driver: this needs a machine with a GPU"),
                          ("nvcc", "install the CUDA toolkit and put its bin folder on PATH"),
+                         ("nvdisasm", "install the CUDA toolkit's binary utilities and put them on PATH"),
+                         ("cuobjdump", "install the CUDA toolkit's binary utilities and put them on PATH"),
                          ("ncu", "install Nsight Compute and put ncu on PATH")):
         if not shutil.which(tool):
             raise SimError(f"{tool} not found: {remedy}")
@@ -175,7 +180,8 @@ def merge(cases: list[str], checked: list[dict], timed: list[dict], launches: li
         run |= {"kernel": launch.kernel, "achieved_occupancy_pct": launch.totals.get(ACHIEVED), "time": times["time"]}
         run |= {key: times[key] for key in ("clocks_per_iteration",) if key in times}
         runs.append(run | {"sites": found.sites, "no_site": found.no_site, "never_active": found.never_active,
-                           "totals": {name: value for name, value in launch.totals.items() if name not in COLUMNS}})
+                           "totals": {name: launch.totals[name] for name in (*EXACT, *HARDWARE, *LAUNCH)
+                                      if name in launch.totals}})
     return runs
 
 
@@ -186,7 +192,14 @@ def measure(kernel: str, cases: list[str], folder: Path, metrics: list[str], arc
     timed = json_lines(output_of(str(program), "time", *cases))
     checked = json_lines(output_of("ncu", *NCU_FLAGS, "--metrics", ",".join(metrics), "-f", "-o", str(report),
                                    str(program), "check", *cases))
-    return merge(cases, checked, timed, read_report(report), folder_sites(SOURCES))
+    return merge(cases, checked, timed, read_report(report, lines_of(program, folder)), folder_sites(SOURCES))
+
+
+def lines_of(program: Path, folder: Path) -> dict[str, dict[int, tuple[str, int]]]:
+    """The line tables of the kernels in ``program``; its cubins are unpacked into ``folder``."""
+    output_of("cuobjdump", "-xelf", "all", str(program), cwd=folder)
+    return {name: table for cubin in sorted(folder.glob("*.cubin"))
+            for name, table in line_table(output_of("nvdisasm", "-g", "-c", str(cubin))).items()}
 
 
 def provenance(gpu: str, arch: str, commit: str | None) -> dict:

@@ -2,7 +2,8 @@
 
 A program built with ``-lineinfo`` tells for each machine instruction (SASS) the source line it came from; the line
 carries a comment ``// @site NAME``. A site is the sum of its instructions: a loop that the compiler unrolled has
-several.
+several. The lines come from ``nvdisasm``: the report's own line table names the caller's line for some instructions
+of inlined functions.
 """
 
 from __future__ import annotations
@@ -123,6 +124,35 @@ def _empty_row() -> dict:
     return {"sass": {}, "executed": 0}
 
 
+LABEL = re.compile(r"\.text\.(\S+):$")
+SOURCE_LINE = re.compile(r'\s*//## File "([^"]+)", line (\d+)')
+SASS_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s")
+
+
+def line_table(listing: str) -> dict[str, dict[int, tuple[str, int]]]:
+    """The source (file, line) of each instruction by its byte offset, by the function's mangled name.
+
+    ``listing`` is what ``nvdisasm -g -c`` prints of a cubin built with ``-lineinfo``.
+
+    >>> line_table('''.text._Z1kPf:
+    ...     //## File "/src/a.cu", line 7
+    ...         /*0010*/                   LDS R1, [R2] ;
+    ... ''')
+    {'_Z1kPf': {16: ('/src/a.cu', 7)}}
+    """
+    table: dict[str, dict[int, tuple[str, int]]] = {}
+    function: dict[int, tuple[str, int]] = {}
+    source = None
+    for text in listing.splitlines():
+        if label := LABEL.match(text):
+            function, source = table.setdefault(label[1], {}), None
+        elif line := SOURCE_LINE.match(text):
+            source = line[1], int(line[2])
+        elif (instruction := SASS_LINE.match(text)) and source:
+            function[int(instruction[1], 16)] = source
+    return table
+
+
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -140,41 +170,36 @@ def report_module():
     raise SimError("ncu_report not found: install Nsight Compute with its extras/python folder and put ncu on PATH")
 
 
-def read_report(path: Path) -> list[Launch]:
-    """The launches of the report at ``path``, in the order they ran."""
+def read_report(path: Path, lines: Mapping[str, Mapping[int, tuple[str, int]]]) -> list[Launch]:
+    """The launches of the report at ``path``, in the order they ran. ``lines``: see :func:`line_table`."""
     context = report_module().load_report(str(path))
     if context is None:
         raise SimError(f"{path} is not a readable Nsight Compute report")
-    return [read_launch(action) for index in range(context.num_ranges()) for action in context.range_by_idx(index)]
+    ranges = [context.range_by_idx(index) for index in range(context.num_ranges())]
+    return [read_launch(action, lines) for profiled in ranges for action in profiled]
 
 
-def read_launch(action) -> Launch:
+def read_launch(action, lines: Mapping[str, Mapping[int, tuple[str, int]]]) -> Launch:
     """A launch from ``ncu_report``'s IAction.
 
-    A metric with a value per instruction has instances, each correlated with an instruction's address; any other
-    metric counts the launch. Metrics of the device and of the sampler are left out.
+    A metric of :data:`COLUMNS` has an instance per instruction, correlated with its address; any other metric counts
+    the launch. Every instruction has an instance of ``inst_executed``, so the lowest address is the kernel's start.
     """
-    totals: dict[str, float] = {}
+    totals = {}
     counters: dict[int, dict[str, int]] = defaultdict(dict)
     for name in action.metric_names():
         metric = action.metric_by_name(name)
-        if name.startswith(("device__", "smsp__pcsamp", "group:")) or metric is None:
+        if name not in COLUMNS:
+            totals[name] = metric.value()
             continue
-        value = metric.value()
-        if isinstance(value, (int, float)):
-            totals[name] = value
-        if metric.num_instances() and metric.has_correlation_ids() and (name in COLUMNS or "__sass_" in name):
-            addresses = metric.correlation_ids()
-            column = COLUMNS.get(name, name.removesuffix(".sum"))
-            for index in range(metric.num_instances()):
-                count = metric.as_uint64(index)
-                if count or column == "executed":
-                    counters[addresses.as_uint64(index)][column] = count
-    start = min(counters, default=0)
-    instructions = []
-    for address in sorted(counters):
-        source = action.source_info(address)
-        instructions.append(Instruction(address - start, action.sass_by_pc(address).strip().rstrip(" ;"),
-                                        source.file_name() if source else "?", source.line() if source else 0,
-                                        counters[address]))
-    return Launch(action.name(), tuple(instructions), totals)
+        addresses = metric.correlation_ids()
+        for index in range(metric.num_instances()):
+            if (count := metric.as_uint64(index)) or name == "inst_executed":
+                counters[addresses.as_uint64(index)][COLUMNS[name]] = count
+    mangled = action.name(action.NameBase_MANGLED)
+    start, known = min(counters, default=0), lines.get(mangled, {})
+    instructions = tuple(
+        Instruction(address - start, action.sass_by_pc(address).strip().rstrip(" ;"),
+                    *known.get(address - start, ("?", 0)), counters[address])
+        for address in sorted(counters))
+    return Launch(mangled, instructions, totals)

@@ -172,6 +172,7 @@ inline void print_line(const Case& c, const Experiment& e, const std::string& mo
 
 inline int run_program(int argc, char** argv, const std::function<Experiment(Case&)>& prepare) {
   constexpr int kRounds = 31;
+  setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // whole lines, where a profiler writes in between
   const std::string mode = argc > 1 ? argv[1] : "";
   if (argc < 3 || (mode != "check" && mode != "time"))
     fail(2, std::string("usage: ") + argv[0] + " (check|time) CASE...");

@@ -138,8 +138,8 @@ Experiment prepare(Case& c) {
   const void* kernel = kKernels[rung.read_mode][rung.b_layout][swizzle][mma];
   // More shared memory than the two stages need: as much as leaves room for exactly `ctas` CTAs on a multiprocessor.
   Experiment e{kernel, dim3(blocks), dim3(kThreads), device.sharedMemPerMultiprocessor / (ctas + 1)};
-  const int bytes = static_cast<int>(e.dynamic_shared);
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const int most = static_cast<int>(device.sharedMemPerBlockOptin);  // other cases may want more of this kernel
+  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
   e.launch = [=] {
     const void* arguments[] = {&a, &b, &product, &sums, &clocks, &iterations};
     CUDA_CHECK(cudaLaunchKernel(kernel, e.grid, e.block, const_cast<void**>(arguments), e.dynamic_shared));
