@@ -18,7 +18,7 @@ from simgpu import warp
 from simgpu.errors import SimError
 from simgpu.events import Site
 from simgpu.instructions import INSTRUCTIONS, LANES, nearest
-from simgpu.lockstep import Lockstep, caller, describe, known, pack_mask
+from simgpu.lockstep import Lockstep, describe, pack_mask
 from simgpu.tensor import Ref, SharedTensor, Tensor
 from simgpu.unknown import UNKNOWN, Unknown
 
@@ -60,14 +60,15 @@ class CTA(Lockstep):
         over = (alias_of,) if isinstance(alias_of, SharedTensor) else tuple(alias_of)
         extents = sorted(self._extents[other.name] for other in over)
         base = extents[0][0] if over else -(-self.shared_bytes // align) * align
+        room = max((stop for _, stop in extents), default=0)
         tensor = SharedTensor(name, dtype, shape, layout, base=base)
         end = base + tensor.nbytes
         if over:
             gaps = [start - stop for (_, stop), (start, _) in pairwise(extents)]
-            if base % align or any(gap >= align for gap in gaps) or end > extents[-1][1]:
+            if base % align or any(gap >= align for gap in gaps) or end > room:
                 raise SimError(
                     f"shared tensor {name!r}: {tensor.nbytes} bytes do not fit the bytes "
-                    f"{base}..{extents[-1][1]} of {', '.join(other.name for other in over)}"
+                    f"{base}..{room} of {', '.join(other.name for other in over)}"
                 )
         self._extents[name] = (base, end)
         self.shared_bytes = max(self.shared_bytes, end)
@@ -89,7 +90,7 @@ class CTA(Lockstep):
         offset = self._access(place, ref, width)
         if not self._global:
             return UNKNOWN
-        values = self._read(place, ref.tensor, offset, vec)
+        values = self._read(place, ref.tensor, offset, vec, self._mask)
         if self._mask is None:
             return values
         return np.where(self._mask[..., None] if vec > 1 else self._mask, values, values.dtype.type(0))
@@ -141,13 +142,19 @@ class CTA(Lockstep):
     # ---- matrices ----------------------------------------------------------------------------------------
 
     def ldmatrix(self, ref: Ref, x: int = 4, *, trans: bool = False, site: str | None = None):
-        """ldmatrix.xN[.trans]: lane 8i + r points at row r of matrix i. Returns a fragment [c, w, 32, x, 2]."""
+        """ldmatrix.xN[.trans]: lane 8i + r points at row r of matrix i. Returns a fragment [c, w, 32, x, 2].
+
+        The lanes of inactive warps receive 0.
+        """
         place = self._matrix_site("ldmatrix", ref, x, trans, site)
         offset = self._access(place, ref, 16, rows=8 * x)
         if not self._global:
             return UNKNOWN
-        rows = self._read(place, ref.tensor, offset[..., : 8 * x], 8)
-        return warp.distribute(rows.reshape(*rows.shape[:2], x, 8, 8), trans)
+        pointers = np.broadcast_to(offset, (*offset.shape[:2], LANES))[..., : 8 * x]
+        lanes = None if self._mask is None else self._mask[..., : 8 * x]
+        rows = self._read(place, ref.tensor, pointers, 8, lanes)
+        values = warp.distribute(rows.reshape(*rows.shape[:2], x, 8, 8), trans)
+        return values if lanes is None else np.where(self._mask[..., None, None], values, values.dtype.type(0))
 
     def stmatrix(self, ref: Ref, registers, x: int = 4, *, trans: bool = False, site: str | None = None) -> None:
         """stmatrix.xN[.trans], the inverse of :meth:`ldmatrix`; ``registers`` is a fragment [c, w, 32, x, 2]."""
@@ -155,9 +162,10 @@ class CTA(Lockstep):
         offset = self._access(place, ref, 16, rows=8 * x)
         if not self._global:
             return
-        if np.shape(registers)[-2:] != (x, 2) or registers.dtype != ref.tensor.dtype:
+        registers = np.asarray(registers)
+        if registers.shape[-2:] != (x, 2) or registers.dtype != ref.tensor.dtype:
             raise SimError(
-                f"{describe(place)}: a fragment of {registers.dtype}{list(np.shape(registers)[3:])} is not "
+                f"{describe(place)}: a fragment of {registers.dtype}{list(registers.shape[-2:])} is not "
                 f"{ref.tensor.dtype}[{x}, 2]"
             )
         matrices = warp.collect(np.broadcast_to(registers, (*self.shape, x, 2)), trans)
@@ -167,6 +175,7 @@ class CTA(Lockstep):
 
     def movmatrix(self, register):
         """movmatrix.trans: the warp's 8x8 matrix, one register [c, w, 32, 2] a lane, transposed."""
+        self._whole_warps(None, "movmatrix")
         self._work("movmatrix")
         if isinstance(register, Unknown):
             return UNKNOWN
@@ -174,6 +183,7 @@ class CTA(Lockstep):
 
     def mma(self, a, b, c, k: int = 16):
         """mma.sync m16n8k16 (or k8) on fragments; see :func:`simgpu.warp.mma`."""
+        self._whole_warps(None, "mma")
         self._work(f"mma.m16n8k{k}")
         return UNKNOWN if any(isinstance(x, Unknown) for x in (a, b, c)) else warp.mma(a, b, c, k)
 
@@ -184,13 +194,16 @@ class CTA(Lockstep):
         if not _shared(ref) or ref.tensor.dtype.itemsize != 2:
             raise SimError(f"{name} on {ref.tensor.name!r}: it moves 16-bit elements of shared memory")
         place = self._site(site, "ldsm" if verb == "ldmatrix" else "stsm", ref.tensor, name, 16)
+        self._whole_warps(place, name)
+        return place
+
+    def _whole_warps(self, place: Site | None, name: str) -> None:
         if self._mask is not None:
             self._refuse(
                 place,
                 self._mask.any(-1, keepdims=True) & ~self._mask,
                 f"{name} needs all 32 lanes of a warp active; this one is not",
             )
-        return place
 
     # ---- warp-wide operations ----------------------------------------------------------------------------
 
@@ -225,7 +238,7 @@ class CTA(Lockstep):
         self._work(f"redux.{operation}")
         if isinstance(value, Unknown):
             return UNKNOWN
-        value = known(value, "a reduction")
+        value = self._per_lane(value, "a reduction")
         if value.dtype.kind not in "iu" or value.dtype.itemsize != 4:
             raise SimError(f"redux.sync takes 32-bit integers, not {value.dtype} (for floats: warp_sum)")
         limits = np.iinfo(value.dtype)
@@ -240,20 +253,22 @@ class CTA(Lockstep):
         self._work("vote.ballot")
         if isinstance(condition, Unknown):
             return UNKNOWN
-        return pack_mask(known(condition, "a vote") & self.active)[..., None]
+        return pack_mask(self._per_lane(condition, "a vote").astype(bool, copy=False) & self.active)[..., None]
 
     def _shuffle(self, mode: str, value, operand, width: int):
         self._work(f"shfl.{mode}")
         if isinstance(value, Unknown) or isinstance(operand, Unknown):
             return UNKNOWN
-        source = warp.shuffle_source(mode, operand, width)
+        value = self._per_lane(value, "a shuffle")
+        source = warp.shuffle_source(mode, self._per_lane(operand, "a shuffle's lane operand"), width)
         if self._mask is not None:
             self._refuse(
                 None,
                 self._mask & ~warp.take_lanes(np.broadcast_to(self._mask, self.shape), source),
-                f"shfl at line {caller().f_lineno} reads a lane that is not active",
+                "shfl reads lane {}, which is not active",
+                source,
             )
-        return warp.take_lanes(known(value, "a shuffle"), source)
+        return warp.take_lanes(value, source)
 
     # ---- asynchronous copies and barriers ----------------------------------------------------------------
 
@@ -262,7 +277,8 @@ class CTA(Lockstep):
     ) -> None:
         """cp.async.ca (4, 8 or 16 bytes) or .cg (16): global to shared, readable after a wait.
 
-        ``src_bytes`` (int per lane) copies only so many and fills the rest with zeros.
+        ``src_bytes`` (int per lane) copies only so many and fills the rest with zeros; a lane that copies 0 may
+        point anywhere.
         """
         name = f"cp.async.{cache}"
         if name not in INSTRUCTIONS:
@@ -273,17 +289,32 @@ class CTA(Lockstep):
                 f"({src.tensor.dtype}) to {dst.tensor.name!r} ({dst.tensor.dtype})"
             )
         place = self._site(site, "cp", dst.tensor, name, bytes)
+        copied = np.full((1, 1, 1), bytes) if src_bytes is None else self._copied(place, src, bytes, src_bytes)
         target = self._offset(place, dst, bytes, self.active)
-        source = self._offset(place, src, bytes, self.active)
-        filled = src_bytes is not None and bool((known(src_bytes, "a zero-fill") < bytes).any())
-        self._emit(place, target + dst.tensor.base, source + self._base(src.tensor), unmodelled=filled)
+        source = self._offset(place, src, bytes, self.active & (copied > 0), copied)
+        filled = copied < bytes
+        addresses = self._absolute(dst.tensor, target), self._absolute(src.tensor, source)
+        self._emit(place, *addresses, odd=filled if filled.any() else None)
         if self._global:
             itemsize = dst.tensor.dtype.itemsize
-            values = self._read(place, src.tensor, source, bytes // itemsize)
-            if filled:
-                kept = (known(src_bytes, "a zero-fill") // itemsize)[..., None] > np.arange(bytes // itemsize)
-                values = np.where(kept.reshape(*kept.shape[:3], *values.shape[3:]), values, values.dtype.type(0))
+            values = self._read(place, src.tensor, source, bytes // itemsize, self._mask)
+            if filled.any():
+                kept = copied[..., None] > itemsize * np.arange(bytes // itemsize)
+                values = np.where(kept if values.ndim > 3 else kept[..., 0], values, values.dtype.type(0))
             self._shared.copy(self._at(dst.tensor, target), values, bytes, self._mask)
+
+    def _copied(self, place: Site, src: Ref, bytes: int, src_bytes) -> np.ndarray:
+        """``src_bytes`` per lane; refused where it is no number of whole elements up to ``bytes``."""
+        copied, itemsize = self._per_lane(src_bytes, "src_bytes"), src.tensor.dtype.itemsize
+        if copied.dtype.kind not in "iu":
+            raise SimError(f"{describe(place)}: src_bytes is {copied.dtype}, not an integer")
+        self._refuse(
+            place,
+            ((copied < 0) | (copied > bytes) | (copied % itemsize != 0)) & self.active,
+            f"src_bytes {{}} is not a multiple of {itemsize} (an element of {src.tensor.name!r}) up to {bytes}",
+            copied,
+        )
+        return copied
 
     def cp_async_commit(self) -> None:
         """cp.async.commit_group: what each active thread copied since its last commit becomes a group."""
@@ -292,7 +323,12 @@ class CTA(Lockstep):
             self._shared.commit(self._mask)
 
     def cp_async_wait(self, pending: int = 0) -> None:
-        """cp.async.wait_group: wait until at most ``pending`` of each active thread's groups are in flight."""
+        """cp.async.wait_group: wait until at most ``pending`` of each active thread's groups are in flight.
+
+        Raises SimError for a negative ``pending``. Copies not committed to a group stay in flight.
+        """
+        if pending < 0:
+            raise SimError(f"cp.async.wait_group {pending}: the number of groups is not negative")
         self._work("cp.async.wait")
         if self._global:
             self._shared.wait(pending, self._mask)
@@ -305,7 +341,7 @@ class CTA(Lockstep):
             self._refuse(
                 None,
                 reach.any((1, 2), keepdims=True) & exist & ~reach,
-                f"barrier at line {caller().f_lineno} is in divergent code: this lane does not reach it",
+                "the barrier is in divergent code: this lane does not reach it",
             )
         self._work("barrier")
 
@@ -317,7 +353,7 @@ class CTA(Lockstep):
         offset = self._offset(place, ref, width, lanes)
         if rows < LANES:  # ldmatrix.x1 and .x2 ignore the addresses of the other lanes
             offset = np.where(lanes, offset, 0)
-        address = offset + self._base(ref.tensor)
+        address = self._absolute(ref.tensor, offset)
         self._emit(place, *((address, None) if _shared(ref) else (None, address)))
         return offset
 
@@ -325,8 +361,7 @@ class CTA(Lockstep):
         """Where the tensor's bytes lie in the memory that holds them: shared memory is one, a global tensor its own."""
         return offset + tensor.base if isinstance(tensor, SharedTensor) else offset
 
-    def _read(self, place: Site, tensor: Tensor, offset: np.ndarray, count: int) -> np.ndarray:
-        lanes = self._mask if offset.shape[-1] == LANES else None  # matrices: every lane of a warp, or none
+    def _read(self, place: Site, tensor: Tensor, offset: np.ndarray, count: int, lanes) -> np.ndarray:
         self._require_readable(place, tensor, offset, count * tensor.dtype.itemsize, lanes)
         return self._bytes(tensor).read(self._at(tensor, offset), tensor.dtype, count)
 
@@ -357,7 +392,9 @@ class CTA(Lockstep):
 
     def _value(self, place: Site, tensor: Tensor, value, vec: int) -> np.ndarray:
         """``value`` as elements of ``tensor``: Python numbers and integers convert, other types must match."""
-        value = np.asarray(value, tensor.dtype) if isinstance(value, (int, float)) else np.asarray(value)
+        if isinstance(value, (bool, int, float)):
+            value = _number(place, tensor, value)
+        value = np.asarray(value)
         if value.dtype != tensor.dtype:
             if value.dtype.kind not in "iub" or tensor.dtype.kind not in "iu":
                 raise SimError(
@@ -369,6 +406,15 @@ class CTA(Lockstep):
             return np.broadcast_to(value, shape)
         except ValueError:
             raise SimError(f"{describe(place)}: a value of shape {list(value.shape)} is not {list(shape)}") from None
+
+
+def _number(place: Site, tensor: Tensor, value: float) -> np.ndarray:
+    """A Python number as an element of ``tensor``; refused where an integer type does not hold it."""
+    if tensor.dtype.kind in "iu":
+        limits = np.iinfo(tensor.dtype)
+        if value != value or not limits.min <= value <= limits.max or value != int(value):
+            raise SimError(f"{describe(place)}: {tensor.name!r} of {tensor.dtype} cannot hold {value}")
+    return np.asarray(value, tensor.dtype)
 
 
 def _shared(ref: Ref) -> bool:

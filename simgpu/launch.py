@@ -16,25 +16,75 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from operator import index
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from simgpu.errors import SimError
 from simgpu.instructions import nearest
 from simgpu.tensor import GlobalTensor
 
-MAX_THREADS = 1024  # per block, every GPU this project knows (CUDA C++ Programming Guide, compute capabilities)
+# Every GPU this project knows (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+MAX_THREADS = 1024  # of a block
+MAX_BLOCK = (1024, 1024, 64)
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+# Code that runs on a user's behalf: a message never points into it.
+FOREIGN = tuple(str(Path(file).parent) + os.sep for file in (__file__, np.__file__))
 
 
-def _dim3(what: str, value) -> tuple[int, int, int]:
-    dims = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(dims) <= 3 or any(not isinstance(d, int) or d < 1 for d in dims):
+def _dim3(what: str, value, limits: tuple[int, int, int]) -> tuple[int, int, int]:
+    try:
+        dims = tuple(index(d) for d in (value if isinstance(value, (tuple, list)) else (value,)))
+    except TypeError:
+        dims = ()
+    if not 1 <= len(dims) <= 3 or min(dims) < 1:
         raise SimError(f"{what} {value!r} needs one to three positive integers")
-    return (*dims, 1, 1)[:3]
+    dims = (*dims, 1, 1)[:3]
+    for axis, extent, limit in zip("xyz", dims, limits, strict=True):
+        if extent > limit:
+            raise SimError(f"{what} {dims}: {axis} is {extent}; the limit is {limit}")
+    return dims
+
+
+def statement(traceback: TracebackType | None) -> tuple[str, bool]:
+    """The innermost statement of a user's that ``traceback`` passes, as ``file:line``, and whether it ends there."""
+    place, own = "", False
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        own = not file.startswith(FOREIGN)
+        if own:
+            place = f"{os.path.basename(file)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place, own
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Run a user's function; whatever it raises becomes one SimError that names its statement.
+
+    A SimError the function raises itself passes unchanged, as does one that names the statement already.
+    """
+    try:
+        yield
+    except SimError as error:
+        place, own = statement(error.__traceback__)
+        if own or not place or place in str(error):
+            raise
+        raise type(error)(f"{place}: {error}") from error
+    except Exception as error:
+        place, _ = statement(error.__traceback__)
+        cause = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
+        raise SimError(f"{what}{f' ({place})' if place else ''}: {cause}") from error
 
 
 @dataclass(frozen=True)
@@ -45,7 +95,7 @@ class Launch:
     ``body(cta, *args)``; those that are :class:`GlobalTensor` become the kernel's global memory.
     ``registers`` per thread, if known (from ``ptxas -v``), lets occupancy be exact. ``check`` is called with
     {name: array} of every global tensor after a run with values of the whole grid, and raises or returns
-    False when the result is wrong.
+    something false other than None when the result is wrong.
 
     >>> Launch(lambda cta: None, grid=4, block=(32, 8)).threads
     256
@@ -59,13 +109,19 @@ class Launch:
     check: Callable[[Mapping[str, Any]], Any] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "grid", _dim3("grid", self.grid))
-        object.__setattr__(self, "block", _dim3("block", self.block))
-        if self.threads > MAX_THREADS:
-            raise SimError(f"block {self.block} has {self.threads} threads; the limit is {MAX_THREADS}")
+        object.__setattr__(self, "grid", _dim3("grid", self.grid, MAX_GRID))
+        block = _dim3("block", self.block, (sys.maxsize,) * 3)
+        if prod(block) > MAX_THREADS:
+            raise SimError(f"block {block} has {prod(block)} threads; the limit is {MAX_THREADS}")
+        object.__setattr__(self, "block", _dim3("block", block, MAX_BLOCK))
         names = [tensor.name for tensor in self.tensors]
         if len(set(names)) < len(names):
             raise SimError(f"global tensors need distinct names, not {names}")
+
+    @property
+    def name(self) -> str:
+        """The name of the device function."""
+        return getattr(self.body, "__name__", type(self.body).__name__)
 
     @property
     def threads(self) -> int:
@@ -120,7 +176,8 @@ class Kernel:
         missing = [name for name, value in parameters.items() if value is inspect.Parameter.empty]
         if missing:
             raise SimError(f"kernel {self.name!r} needs a value for {', '.join(missing)} (--set {missing[0]}=VALUE)")
-        launch = self.host(**parameters)
+        with blaming(f"kernel {self.name!r}"):
+            launch = self.host(**parameters)
         if not isinstance(launch, Launch):
             raise SimError(f"kernel {self.name!r} returned {type(launch).__name__}, not a simgpu.Launch")
         return launch
@@ -184,11 +241,8 @@ def load_kernel(path: str, function: str) -> Kernel:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(file.resolve().parent))  # so that the file may import its neighbours
     try:
-        spec.loader.exec_module(module)
-    except SimError:
-        raise
-    except Exception as error:
-        raise SimError(f"{path}: {type(error).__name__}: {error}") from error
+        with blaming(path):
+            spec.loader.exec_module(module)
     finally:
         sys.path.pop(0)
     found = getattr(module, function, None)

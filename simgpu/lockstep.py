@@ -6,21 +6,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
 from simgpu.errors import DataDependent, SimError
 from simgpu.events import AccessEvent, Sink, Site, WorkEvent
-from simgpu.instructions import FULL_MASK, instruction
-from simgpu.launch import Launch
+from simgpu.instructions import FULL_MASK, LANES, instruction
+from simgpu.launch import FOREIGN, Launch
 from simgpu.memory import Bytes, GlobalMemory, SharedMemory
 from simgpu.tensor import GLOBAL_ALIGNMENT, Ref, SharedTensor, Tensor
 from simgpu.unknown import Unknown
-
-PACKAGE = str(Path(__file__).parent)
 
 
 class Lockstep:
@@ -57,7 +55,7 @@ class Lockstep:
         self._shared = SharedMemory(self.shape, -(-shared_limit // 16) * 16) if memory else None
         self._bases, base = {}, 0
         for tensor in launch.tensors:
-            self._bases[tensor.name] = base + tensor.byte_offset
+            self._bases[tensor] = base + tensor.byte_offset
             base += -(-(tensor.nbytes + tensor.byte_offset) // GLOBAL_ALIGNMENT) * GLOBAL_ALIGNMENT
 
     # ---- divergence --------------------------------------------------------------------------------------
@@ -65,7 +63,7 @@ class Lockstep:
     @contextmanager
     def where(self, condition):
         """Run the block with only the lanes active where ``condition`` (bool, [ctas, warps, 32]) holds."""
-        condition = known(condition, "a branch")
+        condition = self._per_lane(condition, "a branch").astype(bool, copy=False)
         outer = self._mask
         if not condition.all():
             self._mask = condition if outer is None else condition & outer
@@ -81,7 +79,17 @@ class Lockstep:
 
     def any(self, condition) -> bool:
         """Whether an active lane of the batch satisfies ``condition``: the test of a divergent ``while``."""
-        return bool((known(condition, "a loop") & self.active).any())
+        return bool((self._per_lane(condition, "a loop").astype(bool, copy=False) & self.active).any())
+
+    def _per_lane(self, value, what: str) -> np.ndarray:
+        """``value`` as one array broadcastable to [ctas, warps, 32]."""
+        value = known(value, what)
+        if not self._fits(value):
+            raise SimError(f"{what} takes one value per lane, {list(self.shape)}, not shape {list(value.shape)}")
+        return value
+
+    def _fits(self, value: np.ndarray) -> bool:
+        return value.ndim == 3 and all(n in (1, m) for n, m in zip(value.shape, self.shape, strict=True))
 
     # ---- refusals ----------------------------------------------------------------------------------------
 
@@ -101,7 +109,7 @@ class Lockstep:
     def _site(self, name: str | None, verb: str, tensor: Tensor, op: str, width: int) -> Site:
         """The site of the kernel statement now running; a name may stand for one instruction only."""
         frame = caller()
-        line, file = frame.f_lineno, Path(frame.f_code.co_filename).name
+        line, file = frame.f_lineno, os.path.basename(frame.f_code.co_filename)
         name = name or f"{tensor.name}.{verb}:{line}"
         found = self._sites.get(name)
         if found is None:
@@ -118,10 +126,13 @@ class Lockstep:
             )
         return found
 
-    def _offset(self, place: Site, ref: Ref, width: int, lanes: np.ndarray) -> np.ndarray:
+    def _offset(
+        self, place: Site, ref: Ref, width: int, lanes: np.ndarray, touched: np.ndarray | int | None = None
+    ) -> np.ndarray:
         """Byte offsets of ``ref`` from its tensor's start, int[c, w, 32], in range; refused where a lane faults.
 
-        ``lanes`` are those that matter. What the others point at is arbitrary, but in range.
+        ``lanes`` are those that matter. What the others point at is arbitrary, but in range. ``touched``
+        (None: ``width``) are the bytes a lane really reads of its vector.
         """
         tensor, coordinates = ref.tensor, ref.coordinates
         for axis, extent in enumerate(tensor.shape):
@@ -138,13 +149,16 @@ class Lockstep:
                 coordinates = tuple(np.where(lanes, c, 0) for c in coordinates)
         itemsize = tensor.dtype.itemsize
         offset = np.asarray(tensor.offset(coordinates))
-        if offset.dtype.itemsize < 8 and tensor.nbytes >= 2**31:
-            offset = np.asarray(tensor.offset(tuple(c.astype(np.int64) for c in coordinates)))
         offset = offset.reshape((1,) * (3 - offset.ndim) + offset.shape) * itemsize
+        if not self._fits(offset):
+            raise SimError(
+                f"{describe(place)}: the coordinates of {tensor.name!r} have shape {list(offset.shape)}, "
+                f"not one per lane, {list(self.shape)}"
+            )
         base = self._base(tensor)
         bits = np.bitwise_or.reduce(offset, axis=None) if base % width == 0 else 1
         if bits & (width - 1):
-            address = offset + base
+            address = self._absolute(tensor, offset)
             self._refuse(
                 place,
                 (address % width != 0) & lanes,
@@ -152,7 +166,7 @@ class Lockstep:
                 address,
             )
         if width > itemsize and offset.max(initial=0) > tensor.nbytes - width:
-            beyond = offset > tensor.nbytes - width
+            beyond = offset > tensor.nbytes - (width if touched is None else touched)
             self._refuse(
                 place,
                 beyond & lanes,
@@ -163,27 +177,42 @@ class Lockstep:
         return offset
 
     def _base(self, tensor: Tensor) -> int:
-        return tensor.base if isinstance(tensor, SharedTensor) else self._bases[tensor.name]
+        if isinstance(tensor, SharedTensor):
+            return tensor.base
+        if tensor not in self._bases:
+            raise SimError(f"tensor {tensor.name!r} is no argument of the launch (give it in args, not inside another)")
+        return self._bases[tensor]
+
+    def _absolute(self, tensor: Tensor, offset: np.ndarray) -> np.ndarray:
+        """Byte addresses of ``offset`` bytes into ``tensor``: int32 in shared memory, int64 in global memory."""
+        kind = np.int32 if isinstance(tensor, SharedTensor) else np.int64
+        return np.add(offset, self._base(tensor), dtype=kind, casting="unsafe")
 
     def _bytes(self, tensor: Tensor) -> Bytes:
         return self._shared if isinstance(tensor, SharedTensor) else self._global[tensor]
 
     def _emit(
-        self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None, unmodelled: bool = False
+        self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None, odd: np.ndarray | None = None
     ) -> None:
-        """Tell the sink. ``shared`` and ``global_`` are absolute byte addresses, int[c, w, 32]."""
+        """Tell the sink. ``shared`` (int32) and ``global_`` (int64) are byte addresses, [c, w, 32].
+
+        A warp with one of the ``odd`` lanes (bool) is reported as one that no rule covers.
+        """
         self._order += 1
         masks = np.full((1, 1), FULL_MASK, np.uint32) if self._mask is None else pack_mask(self._mask)
         if not masks.any():
             return  # no warp takes this branch
-        full = (1, 1, 32)
         shared, global_ = (
-            None
-            if side is None
-            else np.broadcast_to(side, np.broadcast_shapes(side.shape, full)).astype(kind, copy=False)
-            for side, kind in ((shared, np.int32), (global_, np.int64))
+            None if side is None else np.broadcast_to(side, (*side.shape[:2], LANES)) for side in (shared, global_)
         )
-        self._sink.access(AccessEvent(place, masks, shared, global_, self.ctas, self.shape[1], self._order, unmodelled))
+        parts = [(masks, False)]
+        if odd is not None:
+            warps = (odd & self.active).any(-1)
+            parts = [(np.where(warps, 0, masks), False), (np.where(warps, masks, 0), True)]
+        for part, unmodelled in parts:
+            if part.any():
+                event = AccessEvent(place, part, shared, global_, self.ctas, self.shape[1], self._order, unmodelled)
+                self._sink.access(event)
 
     def _work(self, kind: str) -> None:
         """Tell the sink about an instruction that is no memory access."""
@@ -215,9 +244,9 @@ def pack_mask(lanes: np.ndarray) -> np.ndarray:
 
 
 def caller():
-    """The frame of the kernel statement that is running: the nearest outside this package."""
+    """The frame of the kernel statement that is running: the nearest outside this package and numpy."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back
     return frame
 

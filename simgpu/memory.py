@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from simgpu.errors import SimError
 from simgpu.tensor import GlobalTensor
 
+MAX_GLOBAL_BYTES = 2**32  # of a run with values: beyond, the machine that emulates runs out first
 UNWRITTEN, WRITTEN, IN_FLIGHT = 0, 1, 2  # state of a shared byte; IN_FLIGHT: a cp.async nobody waited for
 
 
@@ -123,7 +125,9 @@ class SharedMemory(Bytes):
             bad = bad & mask
         if not bad.any():
             return bad, bad
-        flying = (self.state.read(address, np.dtype(np.uint8), width) == IN_FLIGHT).reshape(*bad.shape, -1).any(-1)
+        flying = self.state.read(address, np.dtype(np.uint8), width) == IN_FLIGHT
+        if width > 1:
+            flying = flying.any(-1)
         return bad & ~flying, bad & flying
 
     def copy(self, address: np.ndarray, values: np.ndarray, width: int, mask: np.ndarray | None) -> None:
@@ -139,7 +143,7 @@ class SharedMemory(Bytes):
 
     def wait(self, pending: int, mask: np.ndarray | None) -> None:
         """cp.async.wait_group: all but each active thread's latest ``pending`` groups have landed."""
-        done = self.committed - pending
+        done, any_landed = self.committed - pending, False
         for copy in self.copies:
             landed = copy.waiting & (copy.group < done)
             if mask is not None:
@@ -147,17 +151,30 @@ class SharedMemory(Bytes):
             if landed.any():
                 self.mark(copy.address, copy.width, landed)
                 copy.waiting &= ~landed
+                any_landed = True
         self.copies = [copy for copy in self.copies if copy.waiting.any()]
+        if any_landed:  # what landed may lie under a later copy that has not
+            for copy in self.copies:
+                self.mark(copy.address, copy.width, copy.waiting, IN_FLIGHT)
 
 
 class GlobalMemory:
-    """The bytes of every global tensor of a launch."""
+    """The bytes of every global tensor of a launch.
+
+    Raises SimError when they exceed :data:`MAX_GLOBAL_BYTES`.
+    """
 
     def __init__(self, tensors: tuple[GlobalTensor, ...]):
-        self.tensors = {tensor.name: Bytes(tensor.initial_bytes()[None]) for tensor in tensors}
+        wanted = sum(tensor.nbytes for tensor in tensors)
+        if wanted > MAX_GLOBAL_BYTES:
+            raise SimError(
+                f"a run with values needs {wanted:,} bytes of global memory; the limit is {MAX_GLOBAL_BYTES:,} "
+                f"(a smaller problem, or addresses only)"
+            )
+        self.tensors = {tensor: Bytes(tensor.initial_bytes()[None]) for tensor in tensors}
 
     def __getitem__(self, tensor: GlobalTensor) -> Bytes:
-        return self.tensors[tensor.name]
+        return self.tensors[tensor]
 
     def arrays(self, tensors: tuple[GlobalTensor, ...]) -> dict[str, np.ndarray]:
         """The contents of each tensor, as an array of its shape."""

@@ -19,12 +19,13 @@ from simgpu.counters import CounterSink, CounterTable
 from simgpu.cta import CTA
 from simgpu.errors import DataDependent, SimError
 from simgpu.events import AccessEvent, Sink, Site, WorkEvent
-from simgpu.launch import Launch
+from simgpu.launch import Launch, blaming
 from simgpu.memory import GlobalMemory
 
 SHARED_LIMIT = 232448  # bytes a block may opt in to on compute capability 9.0 (227 KB)
 BATCH_WARPS = 2048  # addresses only: 2,048 warps x 32 lanes x 8 bytes keep a batch's arrays within the caches
 BATCH_WARPS_WITH_VALUES = 256
+VERIFY_WARPS = 512  # a launch up to this size that can check its result is run with values in mode auto
 CHECK_BYTES = 2**28  # global memory up to which a first CTA is checked with values before an address-only run
 
 MODES = ("auto", "values", "addresses")
@@ -61,8 +62,9 @@ def simulate(
     """Emulate the first ``ctas`` CTAs of ``launch`` (None: all) and count every memory instruction.
 
     ``mode``: ``values`` computes data, so results can be compared and every refusal of the device is
-    reproduced; ``addresses`` computes addresses alone; ``auto`` runs CTA 0 with values, then the rest with
-    addresses alone, or everything with values when addresses depend on data. ``sinks`` also receive every
+    reproduced; ``addresses`` computes addresses alone; ``auto`` runs CTA 0 with values, then all with addresses
+    alone, or everything with values when addresses depend on data, or when the launch can check its result and
+    has at most :data:`VERIFY_WARPS` warps. ``sinks`` also receive every
     event, in program order. ``threads`` share the CTAs of an address-only run. ``progress(done, all)`` is called after
     every batch. Raises :class:`~simgpu.errors.SimError` for what the device would refuse.
     """
@@ -73,7 +75,8 @@ def simulate(
         raise SimError(f"mode {mode!r} is none of {', '.join(MODES)}")
     sinks = tuple(sinks)
     emulation = _Emulation(launch, total, sinks, shared_limit, progress)
-    if mode == "values":
+    small = launch.check is not None and total == launch.ctas and total * launch.warps <= VERIFY_WARPS
+    if mode == "values" or (mode == "auto" and small):
         return emulation.with_values()
     checked = 0
     if mode == "auto" and sum(tensor.nbytes for tensor in launch.tensors) <= CHECK_BYTES:
@@ -105,7 +108,8 @@ class _Emulation:
         self.shared_bytes = 0
 
     def with_values(self, verify: bool = True) -> Result:
-        memory = GlobalMemory(self.launch.tensors)
+        with blaming(f"{self.launch.name}: initial data"):
+            memory = GlobalMemory(self.launch.tensors)
         counter = CounterSink()
         done = 0
         for batch in self._batches(BATCH_WARPS_WITH_VALUES):
@@ -114,13 +118,12 @@ class _Emulation:
             if self.progress:
                 self.progress(done, self.ctas)
         arrays = memory.arrays(self.launch.tensors) if verify else {}
-        if (
-            verify
-            and self.launch.check is not None
-            and self.ctas == self.launch.ctas
-            and self.launch.check(arrays) is False
-        ):
-            raise SimError(f"{self.launch.body.__name__}: the result is wrong")
+        if verify and self.launch.check is not None and self.ctas == self.launch.ctas:
+            with blaming(f"{self.launch.name}: the result is wrong"):
+                right = self.launch.check(arrays)
+                right = right is None or bool(right)
+            if not right:
+                raise SimError(f"{self.launch.name}: the result is wrong")
         return Result(self.launch, counter.table(), self.shared_bytes, self.ctas, True, 0, arrays)
 
     def addresses_only(self, threads: int, checked: int) -> Result:
@@ -147,7 +150,9 @@ class _Emulation:
 
     def _run(self, batch: np.ndarray, sink: Sink, memory: GlobalMemory | None) -> None:
         cta = CTA(self.launch, batch, sink, memory=memory, shared_limit=self.shared_limit, sites=self.sites)
-        self.launch.body(cta, *self.launch.args)
+        # Arithmetic on a GPU does not trap: infinities and NaNs are values.
+        with blaming(f"kernel {self.launch.name!r}"), np.errstate(all="ignore"):
+            self.launch.body(cta, *self.launch.args)
         self.shared_bytes = max(self.shared_bytes, cta.shared_bytes)
 
 

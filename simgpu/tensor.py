@@ -24,6 +24,7 @@ float16, float32, float64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype
 int8, int32, int64 = np.dtype(np.int8), np.dtype(np.int32), np.dtype(np.int64)
 uint8, uint16, uint32 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
 
+MAX_VECTOR = 16  # bytes a lane moves at most
 GLOBAL_ALIGNMENT = 256  # bytes: what cudaMalloc guarantees (CUDA C++ Programming Guide, "Device Memory Accesses")
 
 
@@ -77,10 +78,14 @@ class Tensor:
         return (last + 1) * self.dtype.itemsize
 
     def offset(self, coordinates: tuple) -> np.ndarray:
-        """Element offsets (int64, or the coordinates' own integer type when affine) at in-range coordinates."""
+        """Element offsets at in-range coordinates: int64, or int32 where a byte offset never needs more."""
         if self.strides is None:
             return self.table[tuple(np.broadcast_arrays(*coordinates))]
-        return sum(coordinate * stride for coordinate, stride in zip(coordinates, self.strides, strict=True))
+        kind = np.int32 if self.nbytes < 2**31 else np.int64
+        return sum(
+            coordinate.astype(kind, copy=False) * stride
+            for coordinate, stride in zip(coordinates, self.strides, strict=True)
+        )
 
     def __getitem__(self, coordinates) -> Ref:
         coordinates = coordinates if isinstance(coordinates, tuple) else (coordinates,)
@@ -112,8 +117,8 @@ class GlobalTensor(Tensor):
             raise SimError(f"tensor {self.name!r}: byte offset {self.byte_offset} is negative")
 
     def initial_bytes(self) -> np.ndarray:
-        """The initial contents, uint8[nbytes]."""
-        memory = np.full(self.nbytes, 0xFF, np.uint8)
+        """The initial contents, uint8[nbytes + 16]: a zero-filling copy may point at less than a vector."""
+        memory = np.full(self.nbytes + MAX_VECTOR, 0xFF, np.uint8)
         if self.init is not None:
             data = np.asarray(self.init() if callable(self.init) else self.init)
             if data.shape != self.shape or data.dtype != self.dtype:
@@ -121,15 +126,19 @@ class GlobalTensor(Tensor):
                     f"tensor {self.name!r}: initial data is {data.dtype}{list(data.shape)}, "
                     f"not {self.dtype}{list(self.shape)}"
                 )
-            memory.view(self.dtype)[self._all_offsets()] = data
+            if self.strides is None:
+                memory.view(self.dtype)[self.table] = data
+            else:
+                self._strided(memory)[...] = data
         return memory
 
     def array(self, memory: np.ndarray) -> np.ndarray:
-        """``memory`` (uint8[nbytes]) as an array of the tensor's shape."""
-        return memory.view(self.dtype)[self._all_offsets()]
+        """The elements in ``memory`` (uint8, as of :meth:`initial_bytes`), copied to an array of the tensor's shape."""
+        return memory.view(self.dtype)[self.table] if self.strides is None else self._strided(memory).copy()
 
-    def _all_offsets(self) -> np.ndarray:
-        return self.offset(np.ogrid[tuple(slice(n) for n in self.shape)]) if self.strides is not None else self.table
+    def _strided(self, memory: np.ndarray) -> np.ndarray:
+        strides = tuple(self.dtype.itemsize * stride for stride in self.strides)
+        return np.lib.stride_tricks.as_strided(memory.view(self.dtype), self.shape, strides)
 
 
 @dataclass(frozen=True, eq=False)

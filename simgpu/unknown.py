@@ -40,15 +40,25 @@ class Unknown:
     def __bool__(self):
         raise DataDependent("a branch depends on a loaded value; run with values")
 
+    def __array__(self, *_, **__):
+        raise DataDependent("a loaded value is put into an array; compute with it as it is, or run with values")
+
+    def __len__(self):
+        raise DataDependent("the length of a loaded value is asked for; run with values")
+
     def __index__(self):
         raise DataDependent("an index depends on a loaded value; run with values")
 
     def __repr__(self):
         return "UNKNOWN"
 
+    def __divmod__(self, _):
+        return self, self
+
     def _same(self, *_):
         return self
 
+    __rdivmod__ = __divmod__
     __hash__ = object.__hash__
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _same

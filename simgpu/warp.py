@@ -28,8 +28,9 @@ def shuffle_source(mode: str, operand, width: int) -> np.ndarray:
     if width not in (1, 2, 4, 8, 16, 32):
         raise SimError(f"shuffle width {width} is not a power of two up to 32")
     base = LANE // width * width
+    operand = np.asarray(operand) & 31  # the instruction takes five bits
     if mode == "idx":
-        return base + np.asarray(operand) % width
+        return base + operand % width
     source = {"up": LANE - operand, "down": LANE + operand, "xor": LANE ^ operand}[mode]
     inside = source < base + width if mode == "xor" else (source >= base) & (source < base + width)
     return np.where(inside, source, LANE)
