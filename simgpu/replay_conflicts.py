@@ -102,13 +102,13 @@ def conflict_degrees(staged, accesses, count, group, keys, state, wavefronts):
 
 
 @compiled
-def pairs_merge(mask, row):
+def pairs_merge(mask, rows, access):
     """Whether every active lane finds its neighbour at distance 1, or every one at 2, inactive or on its address."""
     for step in (1, 2):
         lane = 0
         while lane < LANES:
             both = mask >> lane & mask >> (lane ^ step) & 1
-            if both and row[lane] != row[lane ^ step]:
+            if both and rows[access, lane] != rows[access, lane ^ step]:
                 break
             lane += 1
         if lane == LANES:
@@ -156,18 +156,17 @@ def distinct_words(width, group, merges, counted, masks, shared, wavefronts, ide
         if active == counted and seen & counted == counted:
             ideal[access] = wavefronts[access] = all_groups
             continue
-        merged = int(merges and pairs_merge(active, shared[access]))
-        ideal[access] = active_groups(active, group << merged)
-        slot = count[merged]
-        target = staged[merged, slot]
+        merged = int(merges and pairs_merge(active, shared, access))
+        ideal[access] = all_groups >> merged if active == counted else active_groups(active, group << merged)
+        target = staged[merged, count[merged]]
         for lane in range(LANES):
             idle = int32(active >> uint32(lane) & uint32(1)) - int32(1)
             bank = shared[access, lane] >> shift & last_bank
             target[lane] = (bank << BANK_SHIFT | shared[access, lane] >> ROW_SHIFT) | idle
-        accesses[merged, slot] = access
-        count[merged] = slot + 1
-        if slot + 1 == BATCH:
-            conflict_degrees(staged[merged], accesses[merged], BATCH, group << merged, keys, state, wavefronts)
+        accesses[merged, count[merged]] = access
+        count[merged] += 1
+        if count[merged] == BATCH:
+            conflict_degrees(staged[merged], accesses[merged], count[merged], group << merged, keys, state, wavefronts)
             count[merged] = 0
     for merged in range(2):
         if count[merged]:
