@@ -15,11 +15,12 @@ from itertools import pairwise
 import numpy as np
 
 from simgpu import warp
+from simgpu.access import MemoryAccess
 from simgpu.errors import SimError
 from simgpu.events import Site
 from simgpu.instructions import INSTRUCTIONS, LANES, nearest
-from simgpu.lockstep import Lockstep, describe, pack_mask
-from simgpu.tensor import Ref, SharedTensor, Tensor
+from simgpu.lockstep import describe, pack_mask
+from simgpu.tensor import Ref, SharedTensor
 from simgpu.unknown import UNKNOWN, Unknown
 
 REDUCTIONS = {
@@ -32,7 +33,7 @@ REDUCTIONS = {
 }
 
 
-class CTA(Lockstep):
+class CTA(MemoryAccess):
     """Shared memory, loads, stores, matrices, shuffles, asynchronous copies and barriers of a thread block."""
 
     shared_bytes = 0
@@ -345,85 +346,8 @@ class CTA(Lockstep):
             )
         self._work("barrier")
 
-    # ---- the path of one access ----------------------------------------------------------------------------
-
-    def _access(self, place: Site, ref: Ref, width: int, rows: int = LANES) -> np.ndarray:
-        """Check where ``ref`` points, emit the event, and return byte offsets into the tensor, int[c, w, 32]."""
-        lanes = self.active if rows == LANES else self.active & (self.lane < rows)
-        offset = self._offset(place, ref, width, lanes)
-        if rows < LANES:  # ldmatrix.x1 and .x2 ignore the addresses of the other lanes
-            offset = np.where(lanes, offset, 0)
-        address = self._absolute(ref.tensor, offset)
-        self._emit(place, *((address, None) if _shared(ref) else (None, address)))
-        return offset
-
-    def _at(self, tensor: Tensor, offset: np.ndarray) -> np.ndarray:
-        """Where the tensor's bytes lie in the memory that holds them: shared memory is one, a global tensor its own."""
-        return offset + tensor.base if isinstance(tensor, SharedTensor) else offset
-
-    def _read(self, place: Site, tensor: Tensor, offset: np.ndarray, count: int, lanes) -> np.ndarray:
-        self._require_readable(place, tensor, offset, count * tensor.dtype.itemsize, lanes)
-        return self._bytes(tensor).read(self._at(tensor, offset), tensor.dtype, count)
-
-    def _require_readable(self, place: Site, tensor: Tensor, offset: np.ndarray, width: int, lanes) -> None:
-        if isinstance(tensor, SharedTensor):
-            address = self._at(tensor, offset)
-            unwritten, in_flight = self._shared.unreadable(address, width, lanes)
-            self._refuse(
-                place,
-                _widen(unwritten),
-                f"reads shared byte {{}} ({tensor.name!r}), which nobody wrote",
-                _widen(address),
-            )
-            self._refuse(
-                place,
-                _widen(in_flight),
-                f"reads shared byte {{}} ({tensor.name!r}) before the wait for its cp.async",
-                _widen(address),
-            )
-
-    def _write(
-        self, tensor: Tensor, offset: np.ndarray, values: np.ndarray, count: int, lanes: np.ndarray | None
-    ) -> None:
-        address = self._at(tensor, offset)
-        self._bytes(tensor).write(address, values, lanes, self.shape)
-        if isinstance(tensor, SharedTensor):
-            self._shared.mark(address, count * tensor.dtype.itemsize, lanes)
-
-    def _value(self, place: Site, tensor: Tensor, value, vec: int) -> np.ndarray:
-        """``value`` as elements of ``tensor``: Python numbers and integers convert, other types must match."""
-        if isinstance(value, (bool, int, float)):
-            value = _number(place, tensor, value)
-        value = np.asarray(value)
-        if value.dtype != tensor.dtype:
-            if value.dtype.kind not in "iub" or tensor.dtype.kind not in "iu":
-                raise SimError(
-                    f"{describe(place)}: stores {value.dtype} into {tensor.name!r} of {tensor.dtype}; use .astype"
-                )
-            value = value.astype(tensor.dtype)
-        shape = (*self.shape, vec) if vec > 1 else self.shape
-        try:
-            return np.broadcast_to(value, shape)
-        except ValueError:
-            raise SimError(f"{describe(place)}: a value of shape {list(value.shape)} is not {list(shape)}") from None
-
-
-def _number(place: Site, tensor: Tensor, value: float) -> np.ndarray:
-    """A Python number as an element of ``tensor``; refused where an integer type does not hold it."""
-    if tensor.dtype.kind in "iu":
-        limits = np.iinfo(tensor.dtype)
-        if value != value or not limits.min <= value <= limits.max or value != int(value):
-            raise SimError(f"{describe(place)}: {tensor.name!r} of {tensor.dtype} cannot hold {value}")
-    return np.asarray(value, tensor.dtype)
-
 
 def _shared(ref: Ref) -> bool:
     if not isinstance(ref, Ref):
         raise SimError(f"a memory operation takes tensor[coordinates], not {type(ref).__name__}")
     return isinstance(ref.tensor, SharedTensor)
-
-
-def _widen(lanes: np.ndarray) -> np.ndarray:
-    """Fewer than 32 row pointers (ldmatrix.x1, .x2), padded to 32 lanes."""
-    missing = LANES - lanes.shape[-1]
-    return np.pad(lanes, [(0, 0), (0, 0), (0, missing)]) if 0 < missing < LANES - 1 else lanes
