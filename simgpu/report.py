@@ -1,6 +1,7 @@
 """Tables for people and programs: one list of rows, printed as a table, Markdown, CSV or JSON.
 
-Analysis returns data; this module alone decides how it looks.
+Analysis returns data; this module alone decides how it looks. People see the columns that say something, as many as
+their terminal holds, thousands separated and trouble in red; programs get every column under its key.
 """
 
 from __future__ import annotations
@@ -14,22 +15,49 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 FORMATS = ("table", "csv", "json", "md")
 WIDE = 1000  # columns: a pipe has no width to wrap at
+RULED = box.Box("    \n    \n ── \n    \n ── \n ── \n    \n    \n")  # rules below the head and above the totals
+RULED_ASCII = box.Box("    \n    \n -- \n    \n -- \n -- \n    \n    \n", ascii=True)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: the key of a row's dictionary, the heading people see, whether it is text (left-aligned), and for long
-    text the width to wrap at."""
+    """A column of a table.
+
+    ``key`` of a row's dictionary; ``heading`` for people, of one or more lines; ``text`` is aligned to the left and
+    wrapped at ``wrap`` characters; a number above ``healthy`` is red. For people, a column with nothing to say is left
+    out: one of None throughout, or of nothing above 0 where ``zero`` is False. On a narrow terminal columns go in the
+    order of their ``rank``, the highest first (0: never). ``data_only`` is for CSV alone.
+    """
 
     key: str
     heading: str
     text: bool = False
     wrap: int | None = None
+    healthy: float | None = None
+    zero: bool = True
+    rank: int = 0
+    data_only: bool = False
+
+    @property
+    def title(self) -> str:
+        """The heading in one line."""
+        return self.heading.replace("/\n", "/").replace("\n", " ")
+
+    def says_something(self, rows: Sequence[dict]) -> bool:
+        values = [row.get(self.key) for row in rows]
+        return not rows or any(value not in (None, "") and (self.zero or value) for value in values)
+
+    def cell(self, row: dict) -> Text:
+        value = row.get(self.key)
+        if self.healthy is None or value is None:
+            return Text(show(value))
+        return Text(show(value), style="bold red" if value > self.healthy else "green")
 
 
 def show(value: Any) -> str:
@@ -49,33 +77,6 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def rich_table(
-    columns: Sequence[Column], rows: Sequence[dict], title: str = "", footer: dict | None = None, markdown: bool = False
-) -> Table:
-    """The rows as a rich table; ``footer`` is a last row set apart (the totals)."""
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        box=box.MARKDOWN if markdown else box.SIMPLE_HEAD,
-        show_edge=markdown,
-        pad_edge=markdown,
-    )
-    for column in columns:
-        table.add_column(
-            Text(column.heading),
-            justify="left" if column.text else "right",
-            no_wrap=column.wrap is None,
-            max_width=None if markdown else column.wrap,
-        )
-    bodies = [*rows, *([footer] if footer else [])]
-    for number, row in enumerate(bodies):
-        if footer and number == len(rows) and not markdown:
-            table.add_section()
-        cells = (show(row.get(column.key)) for column in columns)
-        table.add_row(*(Text(cell.replace("|", "\\|") if markdown else cell) for cell in cells))
-    return table
-
-
 def render(
     fmt: str,
     columns: Sequence[Column],
@@ -90,7 +91,8 @@ def render(
     """The rows in one of :data:`FORMATS`, as text ready to print.
 
     CSV holds the columns' keys and plain numbers; JSON is ``document`` if given, else the list of rows. ``title`` and
-    ``notes`` are for people (table and md); ``footer`` also closes the CSV.
+    ``notes`` are for people (table and md); ``footer`` (the totals) also closes the CSV. ``console`` is where a table
+    goes: it decides colours, width and whether lines are drawn in ASCII.
 
     >>> print(render("csv", [Column("n", "N")], [{"n": 1}, {"n": None}]), end="")
     n
@@ -106,21 +108,84 @@ def render(
         writer.writeheader()
         writer.writerows(bodies)
         return buffer.getvalue()
+    shown = [column for column in columns if not column.data_only and column.says_something(bodies)]
     if fmt == "md":
-        parts = [f"**{title}**", ""] if title else []
-        grid = to_text(rich_table(columns, rows, footer=footer, markdown=True)).strip("\n")
-        parts += [line.strip() for line in grid.splitlines()]
-        for note in notes:
-            parts += ["", note]
-        return "\n".join(parts) + "\n"
-    return to_text(rich_table(columns, rows, title, footer), *[Text(note) for note in notes], console=console)
+        return "\n".join(_markdown(shown, bodies, title, notes)) + "\n"
+    console = page(console)
+    table, hidden = _fitted(shown, rows, footer, title, console)
+    if hidden:
+        names = ", ".join(column.title for column in hidden)
+        notes = [*notes, f"left out for want of width: {names} (--format csv has every column)"]
+    return to_text(table, *map(Text, notes), console=console)
 
 
-def to_text(*renderables, console: Console | None = None) -> str:
-    """Anything rich prints, as text: with the console's colours and width on a terminal, plain and wide otherwise."""
-    if console is None or not console.is_terminal:
-        console = Console(width=WIDE, color_system=None, force_terminal=False, file=io.StringIO())
+def page(console: Console | None = None) -> Console:
+    """``console`` if it is a terminal, else a wide page without colours in the same encoding."""
+    if console is not None and console.is_terminal:
+        return console
+    sheet = io.TextIOWrapper(io.BytesIO(), encoding="utf-8" if console is None else console.encoding)
+    return Console(width=WIDE, color_system=None, force_terminal=False, file=sheet)
+
+
+def to_text(*renderables, console: Console | None = None, soft_wrap: bool = False) -> str:
+    """Anything rich prints, as text for ``console`` (see :func:`page`); ``soft_wrap`` leaves long lines to it."""
+    console = page(console)
     with console.capture() as capture:
         for renderable in renderables:
-            console.print(renderable, soft_wrap=not isinstance(renderable, Table))
+            console.print(renderable, soft_wrap=soft_wrap)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def _markdown(columns: Sequence[Column], bodies: Sequence[dict], title: str, notes: Sequence[str]) -> list[str]:
+    """A GitHub table; columns of numbers are aligned to the right."""
+
+    def line(cells) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    lines = [f"**{title}**", ""] if title else []
+    lines.append(line(column.title for column in columns))
+    lines.append(line("---" if column.text else "--:" for column in columns))
+    lines += [line(column.cell(row).plain.replace("|", "\\|") for column in columns) for row in bodies]
+    for note in notes:
+        lines += ["", note]
+    return lines
+
+
+def _fitted(
+    columns: list[Column], rows: Sequence[dict], footer: dict | None, title: str, console: Console
+) -> tuple[Table, list[Column]]:
+    """The table with as many columns as the console holds, and the columns left out."""
+    columns, hidden = list(columns), []
+    while True:
+        table = _table(columns, rows, footer, title, console.options.ascii_only)
+        wanted = Measurement.get(console, console.options.update(width=WIDE), table).maximum
+        spare = max(columns, key=lambda column: column.rank, default=None)
+        if wanted <= console.width or spare is None or not spare.rank:
+            return table, hidden
+        columns.remove(spare)
+        hidden.append(spare)
+
+
+def _table(columns: list[Column], rows: Sequence[dict], footer: dict | None, title: str, ascii_only: bool) -> Table:
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        title_style="bold",
+        box=RULED_ASCII if ascii_only else RULED,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in columns:
+        table.add_column(
+            Text(column.heading),
+            justify="left" if column.text else "right",
+            no_wrap=column.wrap is None,
+            max_width=column.wrap,
+        )
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    if footer:
+        table.add_section()
+        table.add_row(*(column.cell(footer) for column in columns), style="bold")
+    return table

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 
-from simgpu.cli.options import Integer, emit, format_option
+from simgpu.cli.options import Integer, draw, emit, format_option
 from simgpu.errors import SimError
 from simgpu.expression import lane_expression
 from simgpu.instructions import FULL_MASK, instruction
 from simgpu.picture import render_banks
-from simgpu.report import Column, to_text
+from simgpu.report import Column
 from simgpu.rules import cost
 
 COLUMNS = (
@@ -69,6 +68,6 @@ def access(expr, op, width, mask, src, fmt):
         "unmodelled": found.unmodelled,
     }
     if fmt == "table":
-        click.echo(to_text(render_banks(executed, width, mask, **sides), console=Console()), nl=False)
+        draw(render_banks(executed, width, mask, **sides))
     else:
         emit(fmt, COLUMNS, [row], document=row | sides)

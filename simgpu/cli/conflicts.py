@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 
 import click
 
 from kernels_py import find
 from models.gpu import GPU, load_gpu
 from models.occupancy import Occupancy, occupancy
-from simgpu.cli.options import emit, format_option, gpu_option, progress
-from simgpu.counters import SiteCounters
+from simgpu.cli.options import format_option, gpu_option, progress, unmodelled_option
+from simgpu.cli.sites import emit_sites
 from simgpu.errors import SimError
 from simgpu.launch import Launch
-from simgpu.report import Column
 from simgpu.run import MODES, Result, simulate
 from simgpu.trace import TraceWriter
 
-COLUMNS = (
-    Column("site", "site", text=True),
-    Column("where", "file:line", text=True),
-    Column("instruction", "instruction", text=True),
-    Column("width", "bytes/lane"),
-    Column("executed", "executed"),
-    Column("wavefronts", "wavefronts"),
-    Column("ideal", "ideal"),
-    Column("excessive", "excessive"),
-    Column("wavefronts_per_instruction", "wavefronts/instr"),
-    Column("n_way", "n-way"),
-    Column("sectors", "sectors"),
-    Column("ideal_sectors", "ideal sectors"),
-    Column("sectors_per_request", "sectors/request"),
-    Column("unmodelled", "unmodelled"),
-)
 ANY_REGISTERS = 32  # per thread: 64 warps of them fill the register file exactly, so registers limit nothing
 
 
@@ -53,7 +38,7 @@ ANY_REGISTERS = 32  # per thread: 64 warps of them fill the register file exactl
 @click.option(
     "--threads", type=click.IntRange(1), default=None, help="Threads to use.  [default: the processor's cores]"
 )
-@click.option("--allow-unmodelled", is_flag=True, help="Total what is known where some accesses have no proven rule.")
+@unmodelled_option
 @click.option("--save-trace", metavar="FILE", help="Also write every access to a trace file for `simgpu replay`.")
 @format_option
 def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled, save_trace, fmt):
@@ -65,65 +50,46 @@ def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled
     simgpu conflicts transpose
     simgpu conflicts transpose@pad1 --set rows=1000 --set cols=1000 --format csv
     simgpu conflicts my_kernel.py:stencil --gpu a100-80g --regs 64
+
+    The terms are those of Nsight Compute's source page: wavefronts, ideal and excessive (L1 Wavefronts Shared), sectors
+    and ideal sectors (L2 Theoretical Sectors Global). n-way is wavefronts / ideal.
     """
     machine = load_gpu(gpu)
     launch = configure(kernel, settings)
-    writer = (
-        TraceWriter(
-            save_trace, {"kernel": kernel, "settings": list(settings), "grid": launch.grid, "block": launch.block}
-        )
-        if save_trace
-        else nullcontext()
-    )
-    with writer as trace, progress("CTAs") as bar:
-        result = simulate(
-            launch,
-            ctas=_ctas(ctas, launch),
-            mode=mode,
-            threads=threads or os.cpu_count() or 1,
-            progress=bar,
-            sinks=[trace] if trace else (),
-            shared_limit=machine.shared_bytes_per_block,
-        )
-    registers = regs if regs is not None else launch.registers
-    fit = occupancy(
-        machine, threads=launch.threads, registers=registers or ANY_REGISTERS, shared_bytes=result.shared_bytes
-    )
-    total = result.table.total(allow_unmodelled=allow_unmodelled)
-    notes = [_occupancy_line(result, fit, registers), _coverage(result), _provenance(machine)]
-    if total.unmodelled:
-        notes.append(
-            f"{total.unmodelled:,} accesses have no proven rule (unmodelled)"
-            + (
-                ": totals sum what is known"
-                if allow_unmodelled
-                else "; totals that would include them are left out (--allow-unmodelled)"
+    count = _ctas(ctas, launch)
+    recorded = {"kernel": kernel, "settings": list(settings), "grid": launch.grid, "block": launch.block}
+    # A trace appears when the block is left without an error: so all that may fail happens inside.
+    with TraceWriter(save_trace, recorded) if save_trace else nullcontext() as trace:
+        with progress("CTAs") as bar:
+            result = simulate(
+                launch,
+                ctas=count,
+                mode=mode,
+                threads=threads or os.cpu_count() or 1,
+                progress=bar,
+                sinks=[trace] if trace else (),
+                shared_limit=machine.shared_bytes_per_block,
             )
-        )
-    rows = [row.as_dict() for row in result.table.sites]
-    document = {
-        "kernel": kernel,
-        "gpu": machine.name,
-        "grid": launch.grid,
-        "block": launch.block,
-        "ctas": result.ctas,
-        "ctas_in_grid": launch.ctas,
-        "values": result.values,
-        "sites": rows,
-        "total": total.as_dict(),
-        "work": result.table.work,
-        "shared_bytes": result.shared_bytes,
-        "registers": registers,
-        "occupancy": fit.as_dict(),
-    }
-    emit(
+        registers = regs if regs is not None else launch.registers
+        fit = _fit(machine, result, registers)
+    emit_sites(
         fmt,
-        COLUMNS,
-        [_shown(row) for row in result.table.sites],
-        footer=_shown(total),
-        notes=notes,
-        document=document,
+        result.table,
         title=f"{kernel} on {machine.name}: grid {_dims(launch.grid)}, block {_dims(launch.block)}",
+        notes=[_occupancy_line(result, fit, registers), _coverage(result), _provenance(machine)],
+        allow=allow_unmodelled,
+        document={
+            "kernel": kernel,
+            "gpu": machine.name,
+            "grid": launch.grid,
+            "block": launch.block,
+            "ctas": result.ctas,
+            "ctas_in_grid": launch.ctas,
+            "values": result.values,
+            "shared_bytes": result.shared_bytes,
+            "registers": registers,
+            "occupancy": fit.as_dict(),
+        },
     )
 
 
@@ -142,26 +108,35 @@ def configure(name: str, settings: tuple[str, ...]) -> Launch:
 def _ctas(text: str, launch: Launch) -> int | None:
     if text == "all":
         return None
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= launch.ctas:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= launch.ctas:
         raise SimError(f"--ctas {text!r} is neither 'all' nor a number from 1 to {launch.ctas}, the CTAs of the grid")
     return int(text)
-
-
-def _shown(row: SiteCounters) -> dict:
-    return row.as_dict() | {"where": f"{row.file}:{row.line}" if row.line else "", "unmodelled": row.unmodelled or None}
 
 
 def _dims(dims: tuple[int, int, int]) -> str:
     return "x".join(map(str, dims))
 
 
+def _fit(gpu: GPU, result: Result, registers: int | None) -> Occupancy:
+    """The occupancy; where registers are unknown, of the other resources, with None as what registers allow."""
+    fit = occupancy(
+        gpu,
+        threads=result.launch.threads,
+        registers=ANY_REGISTERS if registers is None else registers,
+        shared_bytes=result.shared_bytes,
+    )
+    if registers is not None:
+        return fit
+    limits = fit.limits | {"registers": None}
+    limiter = ", ".join(name for name, limit in limits.items() if limit == fit.blocks_per_sm)
+    return replace(fit, limits=limits, limiter=limiter)
+
+
 def _occupancy_line(result: Result, fit: Occupancy, registers: int | None) -> str:
-    limiter = fit.limiter if registers else ", ".join(name for name in fit.limiter.split(", ") if name != "registers")
-    used = f"{result.launch.threads} threads, {result.shared_bytes:,} B shared"
-    line = f"occupancy: {fit.blocks_per_sm} blocks/SM ({fit.occupancy:.1%}), limited by {limiter}, with {used}"
-    if registers:
-        return f"{line}, {registers} registers. {fit.next_step.sentence}"
-    return f"{line}; registers not given (--regs N)"
+    blocks = f"{'up to ' if registers is None else ''}{fit.blocks_per_sm} blocks/SM ({fit.occupancy:.1%})"
+    known = "registers unknown (--regs N)" if registers is None else f"{registers} registers"
+    used = f"{result.launch.threads} threads, {result.shared_bytes:,} B shared, {known}"
+    return f"occupancy: {blocks}, limited by {fit.limiter}, with {used}. {fit.next_step.sentence}"
 
 
 def _coverage(result: Result) -> str:

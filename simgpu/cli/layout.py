@@ -6,11 +6,11 @@ import click
 import numpy as np
 from rich.console import Console
 
-from simgpu.cli.options import emit, format_option
+from simgpu.cli.options import draw, emit, format_option
 from simgpu.layout import bank_map, cosize, tabulate
 from simgpu.layout_spec import parse_layout
 from simgpu.picture import render_layout
-from simgpu.report import Column, to_text
+from simgpu.report import Column
 
 
 @click.command()
@@ -37,8 +37,7 @@ def layout(spec, itemsize, fmt):
     table = tabulate(parse_layout(spec, size))
     if fmt == "table":
         console = Console()
-        width = console.width if console.is_terminal else 120
-        click.echo(to_text(render_layout(table, size, title=spec, width=width), console=console), nl=False)
+        draw(render_layout(table, size, title=spec, width=console.width if console.is_terminal else 120))
         return
     banks = bank_map(table, size)
     rows = [

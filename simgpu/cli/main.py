@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -26,8 +28,25 @@ class Refusal(click.ClickException):
     exit_code = 2
 
 
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Turn a mistake in the input, or in how the command was called, into a :class:`Refusal`."""
+    try:
+        yield
+    except SimError as error:
+        raise Refusal(_line(str(error))) from error
+    except click.UsageError as error:
+        if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":  # `simgpu` alone prints the help
+            raise
+        raise Refusal(f"{_line(error.format_message())} (see {error.ctx.command_path} --help)") from error
+
+
+def _line(message: str) -> str:
+    return " ".join(message.split())
+
+
 class Commands(click.Group):
-    """Loads a command when it is used, so that occupancy does not wait for numba; turns SimError into exit code 2."""
+    """Loads a command when it is used, so that occupancy does not wait for numba; refuses bad input in one line."""
 
     def list_commands(self, ctx):
         return list(COMMANDS)
@@ -46,11 +65,13 @@ class Commands(click.Group):
                 error.message += f" Did you mean {close[0]!r}?"
             raise
 
+    def make_context(self, *args, **kwargs):
+        with one_line():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx):
-        try:
+        with one_line():
             return super().invoke(ctx)
-        except SimError as error:
-            raise Refusal(" ".join(str(error).split())) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -6,97 +6,64 @@ import json
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import click
 
-from simgpu.cli.options import emit, format_option
-from simgpu.recorded import Source, read_recorded
+from simgpu.cli.options import format_option, progress, unmodelled_option
+from simgpu.cli.sites import emit_sites
+from simgpu.events import Site
+from simgpu.recorded import Chunk, count, read_recorded
 from simgpu.replay import Columns
-from simgpu.report import Column
 
-COLUMNS = (
-    Column("site", "site", text=True),
-    Column("instruction", "instruction", text=True),
-    Column("width", "bytes/lane"),
-    Column("accesses", "accesses"),
-    Column("wavefronts", "wavefronts"),
-    Column("ideal", "ideal"),
-    Column("excessive", "excessive"),
-    Column("sectors", "sectors"),
-    Column("ideal_sectors", "ideal sectors"),
-    Column("unmodelled", "unmodelled"),
-)
 NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors")
 IN_MEMORY = 1 << 26  # bytes of output held before it goes to a temporary file
 
 
 @click.command()
 @click.argument("file")
+@unmodelled_option
 @format_option
-def replay(file, fmt):
+def replay(file, allow_unmodelled, fmt):
     """Count the accesses in FILE: a trace of `simgpu conflicts --save-trace`, or JSON lines (- reads them from stdin).
 
     A JSON line has "op", "bytes_per_lane", "active_mask" and the 32 "shared_byte_offset" and/or "global_byte_offset" of
     one warp access. With --format json every access gets one JSON line, in order; otherwise there is a row per site.
+
+    \b
+    simgpu conflicts transpose@pad1 --ctas 64 --save-trace pad1.trace
+    simgpu replay pad1.trace
+    simgpu replay validation/measured/h200/patterns.jsonl --format json
     """
-    chunks = read_recorded("stdin", sys.stdin.buffer) if file == "-" else read_recorded(file)
-    if fmt == "json":
-        # Nothing is printed before the whole file has proved readable.
-        with tempfile.SpooledTemporaryFile(IN_MEMORY, mode="w+", encoding="utf-8") as out:
-            for chunk in chunks:
-                lines: list[str] = [""] * len(chunk.masks)
-                for source, rows, columns in chunk.counted():
-                    for row, line in zip(rows, _objects(source, columns), strict=True):
-                        lines[row] = line
-                out.writelines(lines)
-            out.seek(0)
-            shutil.copyfileobj(out, sys.stdout)
+    stream = sys.stdin.buffer if file == "-" else None
+    name = "stdin" if stream else file
+    if fmt != "json":
+        with progress("accesses") as bar:
+            table = count(read_recorded(name, stream, bar))
+        emit_sites(fmt, table, title=name, notes=[], document={}, allow=allow_unmodelled)
         return
-    counts: dict[Source, Counter] = {}
+    with tempfile.SpooledTemporaryFile(IN_MEMORY) as lines:  # nothing is printed before all of FILE proved readable
+        with progress("accesses") as bar:
+            lines.writelines(_lines(read_recorded(name, stream, bar)))
+        lines.seek(0)
+        shutil.copyfileobj(lines, click.get_binary_stream("stdout"))
+
+
+def _lines(chunks: Iterable[Chunk]) -> Iterator[bytes]:
+    """A JSON line per access, in order."""
     for chunk in chunks:
-        for source, rows, columns in chunk.counted():
-            row = counts.setdefault(source, Counter())
-            row["accesses"] += len(rows)
-            row["unmodelled"] += int(columns.unmodelled.sum())
-            for name in NUMBERS:
-                column = getattr(columns, name)
-                if column is not None:
-                    row[name] += int(column[column >= 0].sum())
-                    row[f"unknown {name}"] += int((column < 0).sum())
-    emit(fmt, COLUMNS, [_row(source, row) for source, row in counts.items()], title=file)
+        lines = [b""] * len(chunk.masks)
+        for site, rows, columns in chunk.counted():
+            for row, line in zip(rows, _objects(site, columns), strict=True):
+                lines[row] = line
+        yield from lines
 
 
-def _objects(source: Source, columns: Columns):
+def _objects(site: Site, columns: Columns) -> Iterator[bytes]:
     """A JSON line per access; null where the instruction does not use that memory or no rule is proven."""
     numbers = {name: getattr(columns, name) for name in NUMBERS}
     lists = {name: None if column is None else column.tolist() for name, column in numbers.items()}
+    same = {"op": site.instruction.name, "bytes_per_lane": site.width, "site": site.name}
     for row, unmodelled in enumerate(columns.unmodelled.tolist()):
         counted = {name: None if values is None or values[row] < 0 else values[row] for name, values in lists.items()}
-        yield (
-            json.dumps(
-                {
-                    "op": source.instruction.name,
-                    "bytes_per_lane": source.width,
-                    "site": source.name,
-                    **counted,
-                    "unmodelled": unmodelled,
-                }
-            )
-            + "\n"
-        )
-
-
-def _row(source: Source, row: Counter) -> dict:
-    shown = {
-        "site": source.name,
-        "instruction": source.instruction.name,
-        "width": source.width,
-        "accesses": row["accesses"],
-        "unmodelled": row["unmodelled"] or None,
-    }
-    for name in NUMBERS:
-        used = source.instruction.shared if name in ("wavefronts", "ideal") else source.instruction.global_
-        shown[name] = row[name] if used and not row[f"unknown {name}"] else None
-    excessive = shown["wavefronts"] is not None and shown["ideal"] is not None
-    return shown | {"excessive": shown["wavefronts"] - shown["ideal"] if excessive else None}
+        yield json.dumps(same | counted | {"unmodelled": unmodelled}).encode() + b"\n"
