@@ -94,10 +94,10 @@ def render(
     ``notes`` are for people (table and md); ``footer`` (the totals) also closes the CSV. ``console`` is where a table
     goes: it decides colours, width and whether lines are drawn in ASCII.
 
-    >>> print(render("csv", [Column("n", "N")], [{"n": 1}, {"n": None}]), end="")
-    n
-    1
-    <BLANKLINE>
+    >>> print(render("csv", [Column("n", "N"), Column("m", "M")], [{"n": 1, "m": 2}, {"n": None, "m": 1024}]), end="")
+    n,m
+    1,2
+    ,1024
     """
     bodies = [*rows, *([footer] if footer else [])]
     if fmt == "json":

@@ -35,9 +35,13 @@ COLUMNS = (
 @click.option("--src", metavar="EXPR", help="Global byte address, for cp.async (EXPR is then the shared one).")
 @format_option
 def access(expr, op, width, mask, src, fmt):
-    """Count one warp's access to the byte address EXPR, an expression in `lane` (0..31), and draw it.
+    """Count and draw one warp's access to memory.
+
+    EXPR is the byte address of each lane, an expression in `lane` (0..31): integers, + - * // % & | ^ ~ << >>,
+    comparisons and `a if c else b`. Shared addresses count from bank 0.
 
     \b
+    Examples:
     simgpu access "lane * 128" --op lds --width 4
     simgpu access "(lane % 8) * 128 + (lane // 8) * 16" --op ldmatrix
     simgpu access "lane*16" --src "lane*16 ^ 16" --op cp.async.cg

@@ -42,17 +42,19 @@ ANY_REGISTERS = 32  # per thread: 64 warps of them fill the register file exactl
 @click.option("--save-trace", metavar="FILE", help="Also write every access to a trace file for `simgpu replay`.")
 @format_option
 def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled, save_trace, fmt):
-    """Print the bank-conflict and coalescing table of KERNEL, one row per memory instruction.
+    """Count a kernel's bank conflicts and sectors.
 
     KERNEL is a name of `simgpu kernels`, as NAME or NAME@VARIANT, or path/file.py:function for a kernel of your own.
 
+    The table has a row for every memory instruction (site), in the terms of Nsight Compute's source page: wavefronts,
+    ideal and excessive (L1 Wavefronts Shared), sectors and ideal sectors (L2 Theoretical Sectors Global). n-way is
+    wavefronts / ideal: 1 is free of conflicts.
+
     \b
+    Examples:
     simgpu conflicts transpose
     simgpu conflicts transpose@pad1 --set rows=1000 --set cols=1000 --format csv
     simgpu conflicts my_kernel.py:stencil --gpu a100-80g --regs 64
-
-    The terms are those of Nsight Compute's source page: wavefronts, ideal and excessive (L1 Wavefronts Shared), sectors
-    and ideal sectors (L2 Theoretical Sectors Global). n-way is wavefronts / ideal.
     """
     machine = load_gpu(gpu)
     launch = configure(kernel, settings)

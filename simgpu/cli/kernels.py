@@ -12,7 +12,15 @@ from simgpu.report import Column
 @click.command()
 @format_option
 def kernels(fmt):
-    """List the kernels that ship with simgpu: their variants and parameters."""
+    """List the kernels that ship with simgpu.
+
+    A variant is run as NAME@VARIANT, a parameter set with --set NAME=VALUE.
+
+    \b
+    Examples:
+    simgpu kernels
+    simgpu conflicts patterns@stride2
+    """
     rows = []
     for name, kernel in registered().items():
         parameters = kernel.parameters()
@@ -31,7 +39,7 @@ def kernels(fmt):
         fmt,
         [
             Column("kernel", "kernel", text=True),
-            Column("summary", "summary", text=True),
+            Column("summary", "summary", text=True, wrap=30),
             Column("variants", "variants", text=True, wrap=50),
             Column("parameters", "parameters (--set)", text=True, wrap=40),
         ],

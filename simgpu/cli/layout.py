@@ -24,11 +24,12 @@ from simgpu.report import Column
 )
 @format_option
 def layout(spec, itemsize, fmt):
-    """Print the layout SPEC: the element offset and the bank of every coordinate.
+    """Print the element offset and the bank of every coordinate of a layout.
 
     SPEC is shape:stride, row(R,C[,pad=P]), col(...), a GMMA atom tiled to a shape, or a swizzle of one of these.
 
     \b
+    Examples:
     simgpu layout "(32,32):(33,1)" --itemsize 4
     simgpu layout "K-SW128(8,64)"
     simgpu layout "Swizzle<3,3,3> o (8,64):(64,1)"

@@ -25,7 +25,15 @@ from simgpu.report import Column
 )
 @format_option
 def occupancy(gpu, threads, regs, smem, static_smem, carveout, fmt):
-    """Print the blocks per SM of a kernel, what limits them, and what one more block would take."""
+    """Print how many blocks an SM holds, and what one more would take.
+
+    The answer is the driver's, with the resource that limits it. Numbers may be decimal, hexadecimal or binary.
+
+    \b
+    Examples:
+    simgpu occupancy --gpu h20 --threads 256 --regs 72 --smem 69632
+    simgpu occupancy --gpu a100-80g --threads 128 --regs 128 --smem 0x8000 --carveout 100
+    """
     fit = occupancy_of(
         load_gpu(gpu),
         threads=threads,
@@ -35,11 +43,11 @@ def occupancy(gpu, threads, regs, smem, static_smem, carveout, fmt):
         carveout_kb=carveout,
     )
     columns = [
-        Column("gpu", "GPU", text=True),
-        Column("blocks_per_sm", "blocks/SM"),
-        Column("limiter", "limiter", text=True),
-        *(Column(f"limit_{name}", f"limit: {name}") for name in fit.limits),
-        Column("warps_per_sm", "warps/SM"),
+        Column("gpu", "GPU", text=True, ),
+        Column("blocks_per_sm", "blocks/\nSM"),
+        Column("limiter", "limiter", text=True, wrap=10),
+        *(Column(f"limit_{name}", f"limit by\n{name}") for name in fit.limits),
+        Column("warps_per_sm", "warps/\nSM", rank=1),
         Column("occupancy", "occupancy"),
     ]
     row = fit.as_dict() | {f"limit_{name}": limit for name, limit in fit.limits.items()}
@@ -50,7 +58,16 @@ def occupancy(gpu, threads, regs, smem, static_smem, carveout, fmt):
 @click.argument("name", required=False)
 @format_option
 def gpus(name, fmt):
-    """List the GPUs, or every value of GPU NAME with its unit, provenance and source."""
+    """List the GPUs, or all that is known of one.
+
+    With NAME every value of that GPU is printed, with its unit, its provenance (measured, documented or inferred) and
+    its source.
+
+    \b
+    Examples:
+    simgpu gpus
+    simgpu gpus h20 --format md
+    """
     if name:
         gpu = load_gpu(name)
         rows = [
@@ -67,10 +84,10 @@ def gpus(name, fmt):
             fmt,
             [
                 Column("fact", "fact", text=True),
-                Column("value", "value"),
+                Column("value", "value", wrap=24),
                 Column("unit", "unit", text=True),
                 Column("provenance", "provenance", text=True),
-                Column("source", "source", text=True),
+                Column("source", "source", text=True, wrap=100),
             ],
             rows,
             title=gpu.title,
@@ -78,14 +95,14 @@ def gpus(name, fmt):
         return
     columns = [
         Column("name", "name", text=True),
-        Column("title", "GPU", text=True),
+        Column("title", "GPU", text=True, rank=1),
         Column("compute_capability", "cc", text=True),
         Column("sm_count", "SMs"),
-        Column("shared_bytes_per_sm", "shared B/SM"),
-        Column("shared_bytes_per_block", "shared B/block"),
-        Column("l2_mb", "L2 MB"),
-        Column("dram_gb_per_s", "DRAM GB/s"),
-        Column("tensor_bf16_tflops", "bf16 TFLOP/s"),
+        Column("shared_bytes_per_sm", "shared\nB/SM"),
+        Column("shared_bytes_per_block", "shared\nB/block"),
+        Column("l2_mb", "L2\nMB"),
+        Column("dram_gb_per_s", "DRAM\nGB/s"),
+        Column("tensor_bf16_tflops", "bf16\nTFLOP/s"),
     ]
     rows = [{column.key: getattr(load_gpu(each), column.key) for column in columns} for each in gpu_names()]
     emit(fmt, columns, rows, notes=["simgpu gpus NAME prints every value with its provenance and source"])

@@ -77,4 +77,13 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="simgpu")
 def main():
-    """Emulate a GPU kernel's memory accesses and count what Nsight Compute would count, without a GPU."""
+    """Emulate a GPU kernel's memory accesses and count what Nsight Compute would count, without a GPU.
+
+    \b
+    Examples:
+    simgpu conflicts transpose@pad1
+    simgpu access "lane * 128" --op lds --width 4
+    simgpu occupancy --gpu h20 --threads 256 --regs 72 --smem 69632
+
+    Bad input is refused in one line, with exit code 2.
+    """

@@ -25,12 +25,14 @@ IN_MEMORY = 1 << 26  # bytes of output held before it goes to a temporary file
 @unmodelled_option
 @format_option
 def replay(file, allow_unmodelled, fmt):
-    """Count the accesses in FILE: a trace of `simgpu conflicts --save-trace`, or JSON lines (- reads them from stdin).
+    """Count recorded accesses, from a trace or JSON lines.
 
-    A JSON line has "op", "bytes_per_lane", "active_mask" and the 32 "shared_byte_offset" and/or "global_byte_offset" of
-    one warp access. With --format json every access gets one JSON line, in order; otherwise there is a row per site.
+    FILE is a trace of `simgpu conflicts --save-trace`, or JSON lines (- reads them from stdin). A JSON line has "op",
+    "bytes_per_lane", "active_mask" and the 32 "shared_byte_offset" and/or "global_byte_offset" of one warp access. With
+    --format json every access gets one JSON line, in order; otherwise there is a row per site.
 
     \b
+    Examples:
     simgpu conflicts transpose@pad1 --ctas 64 --save-trace pad1.trace
     simgpu replay pad1.trace
     simgpu replay validation/measured/h200/patterns.jsonl --format json

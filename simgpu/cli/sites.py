@@ -8,7 +8,7 @@ from simgpu.report import Column
 
 COLUMNS = (
     Column("site", "site", text=True),
-    Column("where", "file:line", text=True, rank=4),
+    Column("where", "file:line", text=True, rank=3),
     Column("instruction", "instruction", text=True),
     Column("width", "bytes/\nlane", rank=5),
     Column("executed", "executed"),
@@ -19,7 +19,7 @@ COLUMNS = (
     Column("wavefronts_per_instruction", "wavefronts/instr", data_only=True),
     Column("n_way", "n-way", healthy=1, rank=1),
     Column("sectors", "sectors"),
-    Column("ideal_sectors", "ideal\nsectors", rank=3),
+    Column("ideal_sectors", "ideal\nsectors", rank=4),
     Column("sectors_per_request", "sectors/\nrequest"),
     Column("bytes", "bytes", data_only=True),
     Column("unmodelled", "unmodelled", zero=False),
