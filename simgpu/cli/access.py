@@ -9,6 +9,7 @@ from simgpu.errors import SimError
 from simgpu.expression import lane_expression
 from simgpu.instructions import FULL_MASK, instruction
 from simgpu.picture import render_banks
+from simgpu.recorded import SHARED_BYTES
 from simgpu.report import Column
 from simgpu.rules import cost
 
@@ -18,10 +19,10 @@ COLUMNS = (
     Column("mask", "mask", text=True),
     Column("wavefronts", "wavefronts"),
     Column("ideal", "ideal"),
-    Column("excessive", "excessive"),
+    Column("excessive", "excessive", healthy=0),
     Column("sectors", "sectors"),
     Column("ideal_sectors", "ideal sectors"),
-    Column("unmodelled", "unmodelled"),
+    Column("unmodelled", "unmodelled", zero=False),
 )
 
 
@@ -60,6 +61,9 @@ def access(expr, op, width, mask, src, fmt):
     else:
         sides = {"shared" if executed.shared else "global_": lane_expression(expr).tolist()}
     found = cost(executed, width, mask, **sides)
+    for lane, address in enumerate(sides.get("shared", [])):
+        if mask >> lane & 1 and address >= SHARED_BYTES:
+            raise SimError(f"{op}: lane {lane}: shared byte address {address} lies beyond the {SHARED_BYTES} of an SM")
     row = {
         "op": op,
         "width": width,
@@ -74,4 +78,4 @@ def access(expr, op, width, mask, src, fmt):
     if fmt == "table":
         draw(render_banks(executed, width, mask, **sides))
     else:
-        emit(fmt, COLUMNS, [row], document=row | sides)
+        emit(fmt, COLUMNS, [row], document=row | {memory.rstrip("_"): side for memory, side in sides.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ def one_line() -> Iterator[None]:
         if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":  # `simgpu` alone prints the help
             raise
         raise Refusal(f"{_line(error.format_message())} (see {error.ctx.command_path} --help)") from error
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # click ends quietly when `| head` has seen enough
+            raise
+        raise click.ClickException(f"cannot write the output: {error.strerror or error}") from error
 
 
 def _line(message: str) -> str:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import click
 
@@ -17,7 +17,7 @@ from simgpu.recorded import Chunk, count, read_recorded
 from simgpu.replay import Columns
 
 NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors")
-IN_MEMORY = 1 << 26  # bytes of output held before it goes to a temporary file
+IN_MEMORY = 1 << 25  # bytes of output held before it goes to a temporary file
 
 
 @click.command()
@@ -46,26 +46,28 @@ def replay(file, allow_unmodelled, fmt):
         return
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as lines:  # nothing is printed before all of FILE proved readable
         with progress("accesses") as bar:
-            lines.writelines(_lines(read_recorded(name, stream, bar)))
+            for chunk in read_recorded(name, stream, bar):
+                lines.write(_lines(chunk))
         lines.seek(0)
-        shutil.copyfileobj(lines, click.get_binary_stream("stdout"))
+        out = click.get_binary_stream("stdout")
+        shutil.copyfileobj(lines, out)
+        out.flush()
 
 
-def _lines(chunks: Iterable[Chunk]) -> Iterator[bytes]:
+def _lines(chunk: Chunk) -> bytes:
     """A JSON line per access, in order."""
-    for chunk in chunks:
-        lines = [b""] * len(chunk.masks)
-        for site, rows, columns in chunk.counted():
-            for row, line in zip(rows, _objects(site, columns), strict=True):
-                lines[row] = line
-        yield from lines
+    lines = [""] * len(chunk.masks)
+    for site, rows, columns in chunk.counted():
+        for row, line in zip(rows, _objects(site, columns), strict=True):
+            lines[row] = line
+    return "".join(lines).encode()
 
 
-def _objects(site: Site, columns: Columns) -> Iterator[bytes]:
-    """A JSON line per access; null where the instruction does not use that memory or no rule is proven."""
+def _objects(site: Site, columns: Columns) -> Iterator[str]:
+    """The JSON lines of one site's accesses; null where the instruction does not use that memory or no rule is proven."""
     numbers = {name: getattr(columns, name) for name in NUMBERS}
     lists = {name: None if column is None else column.tolist() for name, column in numbers.items()}
     same = {"op": site.instruction.name, "bytes_per_lane": site.width, "site": site.name}
     for row, unmodelled in enumerate(columns.unmodelled.tolist()):
         counted = {name: None if values is None or values[row] < 0 else values[row] for name, values in lists.items()}
-        yield json.dumps(same | counted | {"unmodelled": unmodelled}).encode() + b"\n"
+        yield json.dumps(same | counted | {"unmodelled": unmodelled}) + "\n"
