@@ -23,10 +23,13 @@ from simgpu.launch import Launch, blaming
 from simgpu.memory import GlobalMemory
 
 SHARED_LIMIT = 232448  # bytes a block may opt in to on compute capability 9.0 (227 KB)
-BATCH_WARPS = 2048  # addresses only: 2,048 warps x 32 lanes x 8 bytes keep a batch's arrays within the caches
+BATCH_WARPS = 8192  # addresses only: 8,192 warps x 32 lanes x 8 bytes = 2 MiB an array. Smaller is slower: Python's
+# cost is per batch, and threads hand the interpreter's lock over at every array operation.
 BATCH_WARPS_WITH_VALUES = 256
 VERIFY_WARPS = 512  # a launch up to this size that can check its result is run with values in mode auto
 CHECK_BYTES = 2**28  # global memory up to which a first CTA is checked with values before an address-only run
+
+LARGEST_KEPT = 2**25 - 2**16  # bytes: just under the largest block whose release makes glibc keep such blocks
 
 MODES = ("auto", "values", "addresses")
 
@@ -73,6 +76,10 @@ def simulate(
         raise SimError(f"{ctas} CTAs asked for; the grid {launch.grid} has {launch.ctas}")
     if mode not in MODES:
         raise SimError(f"mode {mode!r} is none of {', '.join(MODES)}")
+    # glibc gives a large array's pages back to the system when it is freed, and faults them in again for the next
+    # one: half the time of a run, and threads wait for each other in it. Freeing one block of this size (never
+    # touched, so it costs nothing) makes it keep them: mallopt(3), "dynamic adjustment of the mmap threshold".
+    np.empty(LARGEST_KEPT, np.uint8)
     sinks = tuple(sinks)
     emulation = _Emulation(launch, total, sinks, shared_limit, progress)
     small = launch.check is not None and total == launch.ctas and total * launch.warps <= VERIFY_WARPS
@@ -134,7 +141,7 @@ class _Emulation:
 
         whole, done = CounterSink(), 0
         with ThreadPoolExecutor(threads) as pool:
-            batches = self._batches(BATCH_WARPS)
+            batches = self._batches(min(BATCH_WARPS, -(-self.ctas * self.launch.warps // threads)))
             # A few batches per thread are in the air at a time, so that neither results nor batches pile up.
             while window := list(islice(batches, 4 * threads)):
                 for counter, size in pool.map(count, window) if threads > 1 else map(count, window):
