@@ -59,9 +59,10 @@ class Chunk:
     def events(self) -> Iterator[tuple[np.ndarray, AccessEvent]]:
         """What the emulator would tell a sink: for each site, its rows (int[k]) and an event of k CTAs of one warp."""
         for index in np.unique(self.site):
-            site = self.sites[index]
+            site, here = self.sites[index], np.flatnonzero(self.site == index)
+            first = int(self.order[here].min())
             for unmodelled in (False, True):
-                rows = np.flatnonzero((self.site == index) & (self.unmodelled == unmodelled))
+                rows = here[self.unmodelled[here] == unmodelled]
                 if len(rows):
                     yield rows, AccessEvent(
                         site,
@@ -70,7 +71,7 @@ class Chunk:
                         self.global_[rows, None] if site.instruction.global_ else None,
                         ctas=self.ctas[rows],
                         warps=1,
-                        order=int(self.order[rows].min()),
+                        order=first,
                         unmodelled=unmodelled,
                     )
 

@@ -64,7 +64,7 @@ def _lines(chunk: Chunk) -> bytes:
 
 
 def _objects(site: Site, columns: Columns) -> Iterator[str]:
-    """The JSON lines of one site's accesses; null where the instruction does not use that memory or no rule is proven."""
+    """JSON lines of one site's accesses; null where the instruction does not use that memory or no rule is proven."""
     numbers = {name: getattr(columns, name) for name in NUMBERS}
     lists = {name: None if column is None else column.tolist() for name, column in numbers.items()}
     same = {"op": site.instruction.name, "bytes_per_lane": site.width, "site": site.name}
