@@ -83,12 +83,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The comparisons of one case of ``kernel`` (a kernel, or a set of measurements such as ``occupancy``)."""
+    """The comparisons of one case of ``kernel`` (a kernel, or a set of measurements such as ``occupancy``).
+
+    ``single``: every number counts for itself, not together with the others of its site.
+    """
 
     gpu: str
     kernel: str
     case: str
     comparisons: tuple[Comparison, ...]
+    single: bool = False
 
     @property
     def different(self) -> bool:
@@ -96,10 +100,10 @@ class Outcome:
 
     def tally(self) -> dict[str, int]:
         """How many sites were compared, and how many came to each verdict; a site counts as its worst number does."""
-        worst: dict[str, int] = {}
-        for comparison in self.comparisons:
-            rank = VERDICTS.index(comparison.verdict)
-            worst[comparison.site] = min(worst.get(comparison.site, rank), rank)
+        worst: dict[str | int, int] = {}
+        for number, comparison in enumerate(self.comparisons):
+            rank, unit = VERDICTS.index(comparison.verdict), number if self.single else comparison.site
+            worst[unit] = min(worst.get(unit, rank), rank)
         ranks = list(worst.values())
         return {"sites": len(ranks)} | {verdict: ranks.count(rank) for rank, verdict in enumerate(VERDICTS)}
 

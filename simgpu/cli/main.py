@@ -19,6 +19,7 @@ COMMANDS = {
     "replay": "simgpu.cli.replay",
     "occupancy": "simgpu.cli.machines",
     "gpus": "simgpu.cli.machines",
+    "validate": "simgpu.cli.validate",
     "kernels": "simgpu.cli.kernels",
 }
 
