@@ -14,12 +14,12 @@ Such a function needs no registration: ``simgpu conflicts stencil.py:stencil --s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from operator import index
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from simgpu.errors import SimError
+from simgpu.errors import DataDependent, SimError
 from simgpu.instructions import nearest
 from simgpu.tensor import GlobalTensor
 
@@ -39,7 +39,7 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
 # Code that runs on a user's behalf: a message never points into it.
-FOREIGN = tuple(str(Path(file).parent) + os.sep for file in (__file__, np.__file__))
+FOREIGN = (*(str(Path(file).parent) + os.sep for file in (__file__, np.__file__)), contextlib.__file__)
 
 
 def _dim3(what: str, value, limits: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -68,7 +68,7 @@ def statement(traceback: TracebackType | None) -> tuple[str, bool]:
     return place, own
 
 
-@contextmanager
+@contextlib.contextmanager
 def blaming(what: str) -> Iterator[None]:
     """Run a user's function; whatever it raises becomes one SimError that names its statement.
 
@@ -83,6 +83,11 @@ def blaming(what: str) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
     except Exception as error:
         place, _ = statement(error.__traceback__)
+        origin = error
+        while origin is not None and not isinstance(origin, DataDependent):
+            origin = origin.__cause__ or origin.__context__
+        if origin is not None:  # numpy hides it: array[0] = UNKNOWN
+            raise DataDependent(f"{place}: {origin}") from error
         cause = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")
         raise SimError(f"{what}{f' ({place})' if place else ''}: {cause}") from error
 

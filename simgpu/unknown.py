@@ -47,7 +47,7 @@ class Unknown:
         raise DataDependent("the length of a loaded value is asked for; run with values")
 
     def __index__(self):
-        raise DataDependent("an index depends on a loaded value; run with values")
+        raise DataDependent("a Python number depends on a loaded value; run with values")
 
     def __repr__(self):
         return "UNKNOWN"
