@@ -209,8 +209,13 @@ def test_a_restart_forgets_a_longer_run(tmp_path):
     write(once, range(1))
     with TraceWriter(path, {"kernel": "k"}) as writer:
         event = AccessEvent(
-            SITES[1], np.full((1, 1), FULL_MASK, np.uint32),
-            np.random.default_rng(1).integers(0, 99, (50, 1, 32), np.int32) * 16, None, np.arange(50), 1, 7,
+            SITES[1],
+            np.full((1, 1), FULL_MASK, np.uint32),
+            np.random.default_rng(1).integers(0, 99, (50, 1, 32), np.int32) * 16,
+            None,
+            ctas=np.arange(50),
+            warps=1,
+            order=7,
         )
         for _ in range(20):
             writer.access(event)
