@@ -86,8 +86,9 @@ class CTA(MemoryAccess):
 
         Inactive lanes receive 0.
         """
+        op = "lds" if _shared(ref) else "ldg"
         width = ref.tensor.dtype.itemsize * vec
-        place = self._site(site, "ld", ref.tensor, "lds" if _shared(ref) else "ldg", width)
+        place = self._site(site, "ld", ref.tensor, op, width)
         offset = self._access(place, ref, width)
         if not self._global:
             return UNKNOWN
@@ -102,8 +103,9 @@ class CTA(MemoryAccess):
         Of active lanes that store to one address, one wins. Raises SimError when the value's dtype or shape
         is not what the tensor holds.
         """
+        op = "sts" if _shared(ref) else "stg"
         width = ref.tensor.dtype.itemsize * vec
-        place = self._site(site, "st", ref.tensor, "sts" if _shared(ref) else "stg", width)
+        place = self._site(site, "st", ref.tensor, op, width)
         offset = self._access(place, ref, width)
         if self._global:
             self._write(ref.tensor, offset, self._value(place, ref.tensor, value, vec), vec, self._mask)
@@ -125,10 +127,10 @@ class CTA(MemoryAccess):
         return self._atomic("atom", "cas", ref, value, compare, site)
 
     def _atomic(self, verb: str, operation: str, ref: Ref, value, compare, site):
-        tensor = ref.tensor
+        memory, tensor = "shared" if _shared(ref) else "global", ref.tensor
         bits = 8 * tensor.dtype.itemsize
-        kind = "b" if operation != "add" else "f" if tensor.dtype.kind == "f" else "u"
-        name = f"{verb}.{'shared' if _shared(ref) else 'global'}.{operation}.{kind}{bits}"
+        kind = "b" if operation != "add" else "u" if tensor.dtype.kind in "iu" else "f"
+        name = f"{verb}.{memory}.{operation}.{kind}{bits}"
         if name not in INSTRUCTIONS:
             raise SimError(f"{tensor.name!r}: {name} is not emulated{nearest(name, INSTRUCTIONS)}")
         place = self._site(site, f"{verb}.{operation}", tensor, name, tensor.dtype.itemsize)
