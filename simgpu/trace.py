@@ -66,9 +66,9 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, launch: dict):
-        self.path, self.launch = Path(os.path.realpath(path)), launch
+        self.name, self.path, self.launch = str(path), Path(os.path.realpath(path)), launch
         if self.path.exists() and not self.path.is_file():
-            raise SimError(f"cannot write trace {str(path)!r}: it exists and is not a file")
+            raise SimError(f"cannot write trace {self.name!r}: it exists and is not a file")
         with self._writing():
             self._file = NamedTemporaryFile(  # noqa: SIM115 (closed by __exit__)
                 dir=self.path.parent, prefix=f"{self.path.name[:100]}.", suffix=".part", delete=False
@@ -81,7 +81,7 @@ class TraceWriter:
         try:
             yield
         except OSError as error:
-            raise SimError(f"cannot write trace {str(self.path)!r}: {error.strerror}") from None
+            raise SimError(f"cannot write trace {self.name!r}: {error.strerror}") from None
 
     def restart(self) -> None:
         """Forget everything written so far."""

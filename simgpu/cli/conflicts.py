@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -111,7 +112,9 @@ def _ctas(text: str, launch: Launch) -> int | None:
     if text == "all":
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= launch.ctas:
-        raise SimError(f"--ctas {text!r} is neither 'all' nor a number from 1 to {launch.ctas}, the CTAs of the grid")
+        raise SimError(
+            f"--ctas {reprlib.repr(text)} is neither 'all' nor a number from 1 to {launch.ctas}, the CTAs of the grid"
+        )
     return int(text)
 
 
