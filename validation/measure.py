@@ -108,7 +108,7 @@ def hgemm_cases() -> list[str]:
 
 def smem_to_reg_cases() -> list[str]:
     """Each variant with and without swizzle and mma, one and two CTAs on a multiprocessor."""
-    return [case(v, iterations=1024, swizzle=z, mma=m, ctas=c)
+    return [case(v, iterations=256, swizzle=z, mma=m, ctas=c)
             for c, m, z, v in product((1, 2), (0, 1), (1, 0), ("A1", "A2", "A2L", "A3"))]
 
 
@@ -218,10 +218,10 @@ def provenance(gpu: str, arch: str, commit: str | None) -> dict:
 
 def write_atomically(path: Path, document: dict) -> None:
     """Write ``document`` as JSON, a run a line: a reader sees the old file or the new one, never half of one."""
+    head = json.dumps({key: value for key, value in document.items() if key != "runs"}, indent=1)
+    runs = ",\n".join(json.dumps(run) for run in document["runs"])
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        head = json.dumps({key: value for key, value in document.items() if key != "runs"}, indent=1)
-        runs = ",\n".join(json.dumps(run) for run in document["runs"])
         file.write(f'{head[:-2]},\n "runs": [\n{runs}\n]}}\n')
     os.replace(file.name, path)
 

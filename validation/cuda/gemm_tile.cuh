@@ -13,6 +13,10 @@ using bf16 = __nv_bfloat16;
 constexpr int kTileM = 128, kTileN = 128, kTileK = 32, kThreads = 256;
 constexpr int kStageA = kTileM * kTileK * sizeof(bf16), kStage = 2 * kStageA;  // bytes
 
+// Row and column of a warp's 64x32 tile in the CTA's.
+__device__ inline int warp_row(int thread) { return thread / 128 * 64; }
+__device__ inline int warp_column(int thread) { return thread / 32 % 4 * 32; }
+
 // The byte offset of element (r, c) in rows of 32 elements (64 bytes) ...
 template <int SWIZZLE>
 __device__ uint32_t at32(int r, int c) {

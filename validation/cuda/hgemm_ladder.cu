@@ -3,6 +3,8 @@
 // A [M][K]; B [K][N] or, with B_LAYOUT 1, [N][K]; C [M][N] in bf16; M and N multiples of 128, K of 32. Every variant
 // adds the same products in the same order, so all of them give the same bits. One CTA a 128x128 tile of C, blockIdx.x
 // along N.
+#include <type_traits>
+
 #include "gemm_tile.cuh"
 
 // LOAD_MODE 0: 16-byte global load and 16-byte shared store; 1: cp.async.cg of 16 bytes. STAGES k-tiles of shared
@@ -12,11 +14,10 @@ template <int LOAD_MODE, int READ_MODE, int B_LAYOUT, int STAGES, int SWIZZLE, i
 __global__ __launch_bounds__(kThreads, 2) void hgemm(const bf16* A, const bf16* B, bf16* C, int N, int K) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int m0 = blockIdx.y * kTileM, n0 = blockIdx.x * kTileN, warp_m = warp / 4 * 64, warp_n = warp % 4 * 32;
+  const int m0 = blockIdx.y * kTileM, n0 = blockIdx.x * kTileN;
   const int tiles = K / kTileK;
   TileCopy<B_LAYOUT, SWIZZLE> copy(A, B, m0, n0, N, K);
-  const FragmentReader<READ_MODE, B_LAYOUT, SWIZZLE> reader(warp_m, warp_n);
+  const FragmentReader<READ_MODE, B_LAYOUT, SWIZZLE> reader(warp_row(threadIdx.x), warp_column(threadIdx.x));
   uint4 registers[4];
   float c[4][4][4] = {};
 
@@ -29,10 +30,37 @@ __global__ __launch_bounds__(kThreads, 2) void hgemm(const bf16* A, const bf16* 
     }
   };
 
-  // Fill STAGES - 1 stages (K has at least as many k-tiles: no predicates here, under which Nsight Compute 2025.3 loses
-  // some of a cp.async's counts), then keep the copy of k-tile `next` ahead of the use of k-tile `tile`.
+  // One k-tile: `into` takes the k-tile STAGES - 1 ahead, while `more` says that there is one, and `from` is used.
+  auto step = [&](uint32_t into, uint32_t from, auto more) {
+    [[maybe_unused]] constexpr bool kMore = decltype(more)::value;
+    if constexpr (STAGES == 1) {
+      if (LOAD_MODE == 0) copy.load(registers);
+      __syncthreads();
+      if (LOAD_MODE == 0) {
+        copy.store(into, registers);
+      } else {
+        copy.copy_async(into);
+        CP_ASYNC_COMMIT();
+        CP_ASYNC_WAIT(0);
+      }
+      __syncthreads();
+      consume(from);
+    } else {
+      if (LOAD_MODE == 1) CP_ASYNC_WAIT(STAGES - 2);
+      __syncthreads();  // the k-tile is there, and everyone is done with the stage that will be overwritten
+      if (LOAD_MODE == 0 && kMore) copy.load(registers);
+      if (LOAD_MODE == 1 && kMore) copy.copy_async(into);
+      if (LOAD_MODE == 1) CP_ASYNC_COMMIT();  // also when empty: the wait counts groups
+      consume(from);
+      if (LOAD_MODE == 0 && kMore) copy.store(into, registers);
+    }
+  };
+
+  // Fill STAGES - 1 stages, run, and drain. Three loops rather than one with conditions: a condition on a few copies
+  // becomes their predicate, and Nsight Compute (2025.3) miscounts predicated cp.async instructions.
+  constexpr int kAhead = STAGES - 1;
 #pragma unroll
-  for (int tile = 0; tile < STAGES - 1; ++tile) {
+  for (int tile = 0; tile < kAhead; ++tile) {
     if (LOAD_MODE == 1) {
       copy.copy_async(shared + tile * kStage);
       CP_ASYNC_COMMIT();
@@ -41,39 +69,17 @@ __global__ __launch_bounds__(kThreads, 2) void hgemm(const bf16* A, const bf16* 
       copy.store(shared + tile * kStage, registers);
     }
   }
+  int tile = 0;
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int next = tile + STAGES - 1;
-    const uint32_t into = shared + next % STAGES * kStage, from = shared + tile % STAGES * kStage;
-    if (STAGES > 1) {
-      if (LOAD_MODE == 1) CP_ASYNC_WAIT(STAGES - 2);
-      __syncthreads();  // k-tile `tile` is there, and everyone is done with the stage that `next` will overwrite
-      if (LOAD_MODE == 1) {
-        if (next < tiles) copy.copy_async(into);
-        CP_ASYNC_COMMIT();  // also when empty: the wait counts groups
-        consume(from);
-      } else {
-        if (next < tiles) copy.load(registers);
-        consume(from);
-        if (next < tiles) copy.store(into, registers);
-      }
-    } else {
-      if (LOAD_MODE == 0) copy.load(registers);
-      __syncthreads();
-      if (LOAD_MODE == 1) {
-        copy.copy_async(into);
-        CP_ASYNC_COMMIT();
-        CP_ASYNC_WAIT(0);
-      } else {
-        copy.store(into, registers);
-      }
-      __syncthreads();
-      consume(from);
-    }
-  }
+  for (; tile < tiles - kAhead; ++tile)
+    step(shared + (tile + kAhead) % STAGES * kStage, shared + tile % STAGES * kStage, std::true_type());
+#pragma unroll
+  for (int left = 0; left < kAhead; ++left, ++tile) step(0, shared + tile % STAGES * kStage, std::false_type());
 
   // Each lane holds pairs of neighbouring columns. Direct: it stores them. Staged: Cs[128][128] takes the place of the
   // k-tiles, and thread i then moves 16-byte chunks i, i + 256, ... of it.
+  const int thread = threadIdx.x, g = thread % 32 / 4, t = thread % 4;
+  const int warp_m = warp_row(thread), warp_n = warp_column(thread);
   if (STAGED) __syncthreads();
 #pragma unroll
   for (int mi = 0; mi < 4; ++mi)
@@ -87,17 +93,17 @@ __global__ __launch_bounds__(kThreads, 2) void hgemm(const bf16* A, const bf16* 
         if (STAGED) {
           STS32(shared + at128<SWIZZLE>(row, column), word);  // @site C.sts
         } else {
-          STG32(C + static_cast<size_t>(m0 + row) * N + n0 + column, word);            // @site C.stg
+          STG32(C + static_cast<size_t>(m0 + row) * N + n0 + column, word);  // @site C.stg
         }
       }
   if (!STAGED) return;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kTileM * kTileN / 8 / kThreads; ++i) {
-    const int chunk = threadIdx.x + kThreads * i, row = chunk / 16, column = chunk % 16 * 8;
+    const int chunk = thread + kThreads * i, row = chunk / 16, column = chunk % 16 * 8;
     uint4 words;
     LDS128(words, shared + at128<SWIZZLE>(row, column));  // @site C.lds
-    STG128(C + static_cast<size_t>(m0 + row) * N + n0 + column, words);            // @site C.stg
+    STG128(C + static_cast<size_t>(m0 + row) * N + n0 + column, words);  // @site C.stg
   }
 }
 

@@ -3,7 +3,7 @@
 // Every CTA copies two k-tiles (A 128x64, B 64x128, small integers in bf16) into shared memory once and then reads the
 // fragments of one k-tile after the other, `iterations` times. mma=1 multiplies them; mma=0 adds the fragment registers
 // as integers, which costs 24 adds (12 instructions) a k16 step and keeps the loads alive. The clock runs around the
-// loop; both results are exact, and compared. `ctas` CTAs share a multiprocessor.
+// loop of every warp; both results are exact, and compared. `ctas` CTAs share a multiprocessor.
 #include "gemm_tile.cuh"
 
 constexpr int kDepth = 2 * kTileK;
@@ -13,7 +13,8 @@ __global__ __launch_bounds__(kThreads, 2) void smem_to_reg(const bf16* A, const 
                                                            long long* clocks, int iterations) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp / 4 * 64, warp_n = warp % 4 * 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp_m = warp_row(threadIdx.x), warp_n = warp_column(threadIdx.x);
   const FragmentReader<READ_MODE, B_LAYOUT, SWIZZLE> reader(warp_m, warp_n);
   TileCopy<B_LAYOUT, SWIZZLE> copy(A, B, 0, 0, kTileN, kDepth);
 #pragma unroll 1
@@ -43,10 +44,9 @@ __global__ __launch_bounds__(kThreads, 2) void smem_to_reg(const bf16* A, const 
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const long long elapsed = clock64() - start;
-    STG64(clocks + blockIdx.x, uint32_t(elapsed), uint32_t(elapsed >> 32));  // @site clocks.stg
-  }
+  const long long elapsed = clock64() - start;
+  if (lane == 0)
+    STG64(clocks + blockIdx.x * 8 + warp, uint32_t(elapsed), uint32_t(elapsed >> 32));  // @site clocks.stg
 
   if constexpr (MMA == 0) {
     STG32(sums + blockIdx.x * kThreads + threadIdx.x, sum);  // @site sum.stg
@@ -131,7 +131,8 @@ Experiment prepare(Case& c) {
   const size_t c_count = static_cast<size_t>(blocks) * kTileM * kTileN, sum_count = size_t(blocks) * kThreads;
   float* product = device_array<float>(c_count);
   uint32_t* sums = device_array<uint32_t>(sum_count);
-  long long* clocks = device_array<long long>(blocks);
+  const int warps = blocks * kThreads / 32;
+  long long* clocks = device_array<long long>(warps);
   CUDA_CHECK(cudaMemset(product, 0xff, c_count * sizeof(float)));
   CUDA_CHECK(cudaMemset(sums, 0xff, sum_count * sizeof(uint32_t)));
 
@@ -149,11 +150,11 @@ Experiment prepare(Case& c) {
                : check_sums(to_host(sums, sum_count), iterations);
   };
   e.results = [=] {
-    std::vector<long long> elapsed = to_host(clocks, blocks);
+    std::vector<long long> elapsed = to_host(clocks, warps);
     std::sort(elapsed.begin(), elapsed.end());
     char text[128];
     snprintf(text, sizeof text, ", \"clocks_per_iteration\": {\"median\": %.2f, \"min\": %.2f, \"max\": %.2f}",
-             static_cast<double>(elapsed[blocks / 2]) / iterations, static_cast<double>(elapsed.front()) / iterations,
+             static_cast<double>(elapsed[warps / 2]) / iterations, static_cast<double>(elapsed.front()) / iterations,
              static_cast<double>(elapsed.back()) / iterations);
     return std::string(text);
   };
