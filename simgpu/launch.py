@@ -60,8 +60,10 @@ def statement(traceback: TracebackType | None) -> tuple[str, bool]:
     """The innermost statement of a user's that ``traceback`` passes, as ``file:line``, and whether it ends there."""
     place, own = "", False
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        own = not file.startswith(FOREIGN)
+        code = traceback.tb_frame.f_code
+        file = code.co_filename
+        made = file == "<string>" and code.co_name == "__init__"  # by dataclass
+        own = not made and not file.startswith(FOREIGN)
         if own:
             place = f"{os.path.basename(file)}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
