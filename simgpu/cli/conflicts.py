@@ -145,13 +145,12 @@ def _occupancy_line(result: Result, fit: Occupancy, registers: int | None) -> st
 
 
 def _coverage(result: Result) -> str:
-    part = "all" if result.ctas == result.launch.ctas else f"the first {result.ctas:,} of"
     how = (
         "with values"
         if result.values
         else "addresses only" + (", CTA 0 checked with values first" if result.checked else "")
     )
-    return f"emulated {part} {result.launch.ctas:,} CTAs, {how}"
+    return f"emulated {result.ctas:,} of {result.launch.ctas:,} CTAs, {how}"
 
 
 def _provenance(gpu: GPU) -> str:

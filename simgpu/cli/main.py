@@ -80,8 +80,8 @@ class Commands(click.Group):
             return super().invoke(ctx)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(package_name="simgpu")
+@click.group("simgpu", cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="simgpu", prog_name="simgpu")
 def main():
     """Emulate a GPU kernel's memory accesses and count what Nsight Compute would count, without a GPU.
 

@@ -49,9 +49,8 @@ def replay(file, allow_unmodelled, fmt):
             for chunk in read_recorded(name, stream, bar):
                 lines.write(_lines(chunk))
         lines.seek(0)
-        out = click.get_binary_stream("stdout")
-        shutil.copyfileobj(lines, out)
-        out.flush()
+        shutil.copyfileobj(lines, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 def _lines(chunk: Chunk) -> bytes:
