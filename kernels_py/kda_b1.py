@@ -1,0 +1,325 @@
+"""KDA backward B1, the dS side: dkr = U dS^T, dU = M^T do + kr dS, dvcorr = INV^T dU, dv = dvcorr beta.
+
+Mathematics, inputs, outputs and bounds: :mod:`kernels_py.kda_reference`. CUDA twin: ``validation/cuda/kda_b1.cu``.
+One CTA of 256 threads a (tile, head): blockIdx.x the tile, blockIdx.y the head; C = 16 tokens, D = 128 channels.
+
+Roles. Warp w owns columns 16w .. 16w + 15 of every [16, 128] product, as two n8 tiles: dkr's are keys, dU's and
+dvcorr's values. Row-wise work gives thread ``tid`` row tid / 16 and the 8 elements from column (tid % 16) * 8 on. The
+way out gives a warp rows 2w and 2w + 1, a lane 4 columns of each.
+
+Steps. dS, M, INV, U and do by cp.async, one group. Meanwhile R1 rebuilds kr from raw k and gc, and each lane fetches
+beta of its accumulators' rows. Wait, barrier, the four products; then the three results lie staged in fp32 [16, 128]
+tiles, barrier, and leave in whole rows. Phantom rows are neither read nor written in global memory; those of U, do
+and kr are zeros in shared memory (0 times whatever lay there could be NaN).
+
+Operands. A by ldmatrix.x4: U and kr as they lie; M and INV transposed by ``.trans``. B by ldmatrix.x4, two n8 tiles
+at once: do and, for kr dS, dS by ``.trans``; for U dS^T, dS plain. dS is stored once: the plain read sees the K-INTER
+atom tiled column-first, [key, value], the transposed read the MN-INTER atom tiled row-first, [value, key]. dU is in
+registers as an accumulator; as B of the next product it is narrowed to bf16 and transposed 8x8 by 8x8.
+
+Shared memory in bytes: dS 32,768; U, do, kr 4,096 each (K-SW128: whole rows go in without conflicts); M, INV 512 each
+(K-INTER); dU 4,096 unless ``movm``; three stages of 16 x stage_stride floats, over dS if ``union``.
+
+All variants add the same products in the same order: their outputs are the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+from tensor_layouts.layout_utils import tile_to_shape
+
+from kernels_py.kda_reference import BOUND, NORM_EPS, Problem, b1, kernel_inputs, kernel_outputs, make_problem
+from simgpu.errors import SimError
+from simgpu.launch import Launch, kernel
+from simgpu.layout_spec import TILE_ORDER, gmma_atom
+from simgpu.tensor import GlobalTensor, bfloat16, float32, int32
+
+C, D, THREADS = 16, 128, 256
+MOST_STRIDE = 1024  # of a stage, in floats: past it three stages exceed any block's shared memory
+
+# (atom, order of the grid of atoms) of dS for the plain and the transposed read, by ``swizzle``.
+DS_VIEWS = {
+    0: (("K-INTER", "col"), ("MN-INTER", "row")),
+    1: (("K-SW128", "col"), ("MN-SW128", "row")),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What distinguishes the variants; the parameters of :data:`kda_b1` say what each field means.
+
+    Raises SimError for a value the kernel does not have.
+    """
+
+    movm: int = 1
+    stage_stride: int = 136
+    stage_vec: int = 2
+    swizzle: int = 0
+    union: int = 0
+
+    def __post_init__(self):
+        for name, legal in {"movm": (0, 1), "stage_vec": (1, 2), "swizzle": (0, 1), "union": (0, 1)}.items():
+            if getattr(self, name) not in legal:
+                raise SimError(f"kda_b1: {name} is {getattr(self, name)}; it is {legal[0]} or {legal[1]}")
+        if not D <= self.stage_stride <= MOST_STRIDE or self.stage_stride % 4:
+            raise SimError(f"kda_b1: stage_stride is {self.stage_stride}; it is a multiple of 4 (rows leave 16 bytes a "
+                           f"lane) from {D} to {MOST_STRIDE}")
+
+
+VARIANTS = {
+    "roundtrip": {"movm": 0, "stage_stride": 128, "stage_vec": 1},
+    "movm": {"stage_stride": 128, "stage_vec": 1},
+    "pad132": {"stage_stride": 132, "stage_vec": 1},
+    "float2": {},
+    "sw128": {"swizzle": 1},
+    "union": {"union": 1},
+    "union_sw128": {"union": 1, "swizzle": 1},
+}
+
+
+@kernel(**VARIANTS)
+def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int = 0, movm: int = 1,
+           stage_stride: int = 136, stage_vec: int = 2, swizzle: int = 0, union: int = 0) -> Launch:
+    """KDA backward B1, the dS side: dkr, dvcorr and dv of one (tile, head) a CTA.
+
+    ``sequences`` of ``tokens`` tokens each lie packed; where 16 does not divide ``tokens``, their last tiles have
+    phantom rows. ``movm`` 1: dU is transposed in registers by movmatrix, 0: through shared memory, read back 2 bytes
+    at a time. ``stage_stride``: floats from row to row of a stage; ``stage_vec``: floats that a store of accumulators
+    into it moves (1, 2). ``swizzle`` 1: dS under the SW128 atoms, not INTER. ``union`` 1: the stages lie over dS, at
+    the price of one barrier more.
+    """
+    form = Form(movm, stage_stride, stage_vec, swizzle, union)
+    for name, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
+        if value < 1:
+            raise SimError(f"kda_b1: {name} is {value}, below 1")
+    if heads > 65535:
+        raise SimError(f"kda_b1: {heads} heads; a grid has at most 65,535")
+    problem = partial(_problem, tokens, sequences, heads, seed)
+    tiles = tile_table(tokens, sequences)
+    count, rows = len(tiles[0]), (tokens * sequences, heads, D)
+    small, state = (count, heads, C, C), (count, heads, D, D)
+    inputs = {"tile_start": (int32, (count,)), "tile_rows": (int32, (count,)), "k": (bfloat16, rows),
+              "gc": (float32, rows), "beta": (bfloat16, rows[:2]), "do": (bfloat16, rows), "U": (bfloat16, rows),
+              "M": (bfloat16, small), "INV": (bfloat16, small), "dS": (bfloat16, state)}
+    args = [GlobalTensor(name, dtype, shape, init=lambda name=name: kernel_inputs(problem(), "b1")[name])
+            for name, (dtype, shape) in inputs.items()]
+    args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
+             for name in ("dkr", "dvcorr", "dv")]
+    return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
+                  registers=REGISTERS.get(form), check=lambda arrays: within_bounds(problem(), arrays))
+
+
+@lru_cache(maxsize=2)
+def _problem(tokens: int, sequences: int, heads: int, seed: int) -> Problem:
+    return make_problem([tokens] * sequences, heads, seed)
+
+
+def tile_table(tokens: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """First token and rows of every tile of ``sequences`` packed sequences of ``tokens``: int64[tiles] each.
+
+    >>> [column.tolist() for column in tile_table(20, 2)]
+    [[0, 16, 20, 36], [16, 4, 16, 4]]
+    """
+    first = np.arange(0, tokens, C)
+    start = (tokens * np.arange(sequences)[:, None] + first).ravel()
+    return start, np.tile(np.minimum(C, tokens - first), sequences)
+
+
+def within_bounds(problem: Problem, arrays) -> bool:
+    """Whether every element of dkr, dvcorr and dv is as near the reference as bf16 and fp32 explain."""
+    expected = b1(problem, BOUND)
+    for name in ("dkr", "dvcorr", "dv"):
+        right = expected[name].holds(arrays[name])
+        if not right.all():
+            where = tuple(int(i) for i in np.argwhere(~right)[0])
+            raise SimError(f"kda_b1: {name}{list(where)} is {arrays[name][where]:.6g}, expected "
+                           f"{expected[name].value[where]:.6g} within {expected[name].error[where]:.2g}; "
+                           f"{int((~right).sum())} of {right.size} elements are wrong")
+    return True
+
+
+# ---- the CTA -----------------------------------------------------------------------------------------------------
+
+
+def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvcorr, dv, form: Form, tiles):
+    tile, head = cta.bx, cta.by
+    cta.load(tile_start[tile], site="tile.start.load")
+    cta.load(tile_rows[tile], site="tile.rows.load")
+    # Where the tiles lie is the host's doing, so the emulator need not read memory to know it: addresses-only runs.
+    start, rows = tiles[0][tile], tiles[1][tile]
+    smem = Smem(cta, form)
+
+    copy_state(cta, smem.dS, dS, tile, head)
+    copy_square(cta, smem.M, M, tile, head, warp=0)
+    copy_square(cta, smem.INV, INV, tile, head, warp=1)
+    copy_rows(cta, smem.U, U, start, rows, head)
+    copy_rows(cta, smem.do, do, start, rows, head)
+    cta.cp_async_commit()
+    rebuild_kr(cta, smem.kr, k, gc, start, rows, head)
+    betas = []
+    for half in range(2):  # the rows of a lane's accumulators: g and g + 8
+        row = cta.lane // 4 + 8 * half
+        with cta.where(row < rows):
+            betas.append(cta.load(beta[start + row, head], site="beta.load").astype(float32)[..., None])
+    cta.cp_async_wait(0)
+    cta.sync()
+
+    dkr_sums = times_dS_transposed(cta, smem)
+    dU_sums = times_dS(cta, smem)
+    dvcorr_sums = times_dU(cta, smem, dU_sums, form.movm)
+    dv_sums = [np.concatenate([sums[..., :2] * betas[0], sums[..., 2:] * betas[1]], -1) for sums in dvcorr_sums]
+
+    if form.union:
+        cta.sync()  # every warp is done with dS, whose bytes the stages take
+    for which, sums in enumerate((dkr_sums, dvcorr_sums, dv_sums)):
+        stage_sums(cta, smem.stage, which, sums, form.stage_vec)
+    cta.sync()
+    for which, out in enumerate((dkr, dvcorr, dv)):
+        for i in range(2):
+            row, column = 2 * cta.warp + i, 4 * cta.lane
+            with cta.where(row < rows):
+                four = cta.load(smem.stage[which, row, column], vec=4, site="stage.load")
+                cta.store(out[start + row, head, column], four, vec=4, site=f"{out.name}.store")
+
+
+class Smem:
+    """The shared tensors. ``dS`` is [key, value]; ``dS_t``, [value, key], is the same bytes seen transposed."""
+
+    def __init__(self, cta, form: Form):
+        plain, transposed = (tiled(atom, (D, D), order) for atom, order in DS_VIEWS[form.swizzle])
+        self.dS = cta.shared("dS", bfloat16, (D, D), plain, align=1024)
+        self.dS_t = cta.shared("dS_t", bfloat16, (D, D), transposed, alias_of=self.dS)
+        rows, square = tiled("K-SW128", (C, D)), tiled("K-INTER", (C, C))
+        self.U, self.do, self.kr = (cta.shared(name, bfloat16, (C, D), rows, align=1024) for name in ("U", "do", "kr"))
+        self.M, self.INV = (cta.shared(name, bfloat16, (C, C), square) for name in ("M", "INV"))
+        self.dU = None if form.movm else cta.shared("dU", bfloat16, (C, D))
+        self.stage = cta.shared("stage", float32, (3, C, form.stage_stride), alias_of=self.dS if form.union else ())
+
+
+def tiled(atom: str, shape: tuple[int, int], order: str = "col"):
+    """The bf16 GMMA ``atom`` tiled over ``shape``, its grid of atoms column- ("col") or row-first ("row")."""
+    return tile_to_shape(gmma_atom(atom, 2), shape, TILE_ORDER[order])
+
+
+# ---- into shared memory ------------------------------------------------------------------------------------------
+
+
+def copy_state(cta, to, source, tile, head):
+    """dS in row-major order of its 16-byte chunks: a warp takes two rows at a time."""
+    for i in range(D * D // 8 // THREADS):
+        key, value = 16 * i + cta.tid // 16, cta.tid % 16 * 8
+        cta.cp_async(to[key, value], source[tile, head, key, value], site="dS.cp")
+
+
+def copy_square(cta, to, source, tile, head, warp: int):
+    """A [16, 16] tile is 32 chunks: one a lane of one warp."""
+    with cta.where(cta.warp == warp):
+        row, column = cta.lane // 2, cta.lane % 2 * 8
+        cta.cp_async(to[row, column], source[tile, head, row, column], site=f"{source.name}.cp")
+
+
+def copy_rows(cta, to, source, start, rows, head):
+    row, column = cta.tid // 16, cta.tid % 16 * 8
+    with cta.where(row < rows):
+        cta.cp_async(to[row, column], source[start + row, head, column], site=f"{source.name}.cp")
+    with cta.where(row >= rows):
+        cta.store(to[row, column], np.zeros(8, bfloat16), vec=8, site=f"{source.name}.zero")
+
+
+def rebuild_kr(cta, to, k, gc, start, rows, head):
+    """R1: kr = k / |k| e^(gT - gc) of the thread's 8 elements; 16 lanes share a row and its norm."""
+    row, column = cta.tid // 16, cta.tid % 16 * 8
+    with cta.where(row < rows):
+        x = cta.load(k[start + row, head, column], vec=8, site="R1.k.load").astype(float32)
+        gates = [cta.load(gc[start + row, head, column + 4 * i], vec=4, site="R1.gc.load") for i in range(2)]
+        lasts = [cta.load(gc[start + rows - 1, head, column + 4 * i], vec=4, site="R1.gT.load") for i in range(2)]
+    squares = cta.warp_sum((x * x).sum(-1), 16)
+    norm = np.float32(1) / np.sqrt(squares + np.float32(NORM_EPS))
+    decay = np.exp2(np.concatenate(lasts, -1) - np.concatenate(gates, -1))
+    kr = x * norm[..., None] * decay
+    cta.store(to[row, column], kr.astype(bfloat16), vec=8, site="R1.kr.store")  # a phantom row is zeros
+
+
+# ---- the products: lists of two n8 tiles, float32 [c, w, 32, 4] each ---------------------------------------------
+
+
+def times_dS_transposed(cta, smem: Smem) -> list:
+    """dkr = U dS^T: k runs along dS's values, which are contiguous, so the read is plain."""
+    lane, sums = cta.lane, zeros(cta)
+    key = 16 * cta.warp + lane // 16 * 8 + lane % 8
+    for value in range(0, D, 16):
+        a = cta.ldmatrix(smem.U[lane % 16, value + lane // 16 * 8], site="U.ldsm")
+        b = cta.ldmatrix(smem.dS[key, value + lane // 8 % 2 * 8], site="dS.ldsm")
+        sums = multiply(cta, a, b, sums)
+    return sums
+
+
+def times_dS(cta, smem: Smem) -> list:
+    """dU = M^T do + kr dS: k runs along rows of do and dS, so both are read transposed."""
+    lane = cta.lane
+    value = 16 * cta.warp + lane // 16 * 8
+    b = cta.ldmatrix(smem.do[lane % 16, value], trans=True, site="do.ldsm.trans")
+    sums = multiply(cta, transposed_square(cta, smem.M), b, zeros(cta))
+    for key in range(0, D, 16):
+        a = cta.ldmatrix(smem.kr[lane % 16, key + lane // 16 * 8], site="kr.ldsm")
+        b = cta.ldmatrix(smem.dS_t[value, key + lane % 16], trans=True, site="dS.ldsm.trans")
+        sums = multiply(cta, a, b, sums)
+    return sums
+
+
+def times_dU(cta, smem: Smem, dU_sums: list, movm: int) -> list:
+    """dvcorr = INV^T dU. A warp needs only the columns of dU that it holds itself."""
+    narrow = [sums.astype(bfloat16) for sums in dU_sums]
+    if movm:
+        tiles = [[cta.movmatrix(tile[..., :2]), cta.movmatrix(tile[..., 2:])] for tile in narrow]
+    else:
+        tiles = round_trip(cta, smem.dU, narrow)
+    b = np.stack([register for tile in tiles for register in tile], -2)
+    return multiply(cta, transposed_square(cta, smem.INV), b, zeros(cta))
+
+
+def round_trip(cta, dU, narrow: list) -> list:
+    """Pairs along a row go in, pairs along a column are wanted: two rows, so every element is a load."""
+    g, t = cta.lane // 4, cta.lane % 4
+    for j, tile in enumerate(narrow):
+        for half in range(2):
+            pair = tile[..., 2 * half:2 * half + 2]
+            cta.store(dU[g + 8 * half, 16 * cta.warp + 8 * j + 2 * t], pair, vec=2, site="dU.store")
+    # The CUDA twin has __syncwarp() here: the other lanes' pairs are this warp's own.
+    return [[np.stack([cta.load(dU[2 * t + 8 * half + i, 16 * cta.warp + 8 * j + g], site="dU.load")
+                       for i in range(2)], -1) for half in range(2)] for j in range(2)]
+
+
+def transposed_square(cta, square):
+    """The A fragment of a [16, 16] tile's transpose."""
+    lane = cta.lane
+    return cta.ldmatrix(square[lane // 16 * 8 + lane % 8, lane // 8 % 2 * 8], trans=True,
+                        site=f"{square.name}.ldsm.trans")
+
+
+def multiply(cta, a, b, sums: list) -> list:
+    """``sums`` plus a b; ``b`` [c, w, 32, 4, 2] holds two n8 tiles of two registers each."""
+    return [cta.mma(a, b[..., 2 * j:2 * j + 2, :], sums[j]) for j in range(2)]
+
+
+def zeros(cta) -> list:
+    return [np.zeros((*cta.shape, 4), np.float32)] * 2
+
+
+def stage_sums(cta, stage, which: int, sums: list, vec: int):
+    """A lane's accumulators (rows g and g + 8, columns 2t and 2t + 1 of each n8 tile) into stage ``which``."""
+    for j in range(2):
+        for half in range(2):
+            row, column = cta.lane // 4 + 8 * half, 16 * cta.warp + 8 * j + cta.lane % 4 * 2
+            pair = sums[j][..., 2 * half:2 * half + 2]
+            if vec == 2:
+                cta.store(stage[which, row, column], pair, vec=2, site="stage.store")
+            else:
+                for i in range(2):
+                    cta.store(stage[which, row, column + i], pair[..., i], site="stage.store")
+
+
+REGISTERS = {}
