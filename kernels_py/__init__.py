@@ -10,10 +10,11 @@ from simgpu.launch import Kernel, load_kernel
 def registered() -> dict[str, Kernel]:
     """Every kernel that ships with simgpu, by name."""
     from kernels_py.kda_b1 import kda_b1
+    from kernels_py.kda_b3 import kda_b3
     from kernels_py.patterns import patterns
     from kernels_py.transpose import transpose
 
-    return {made.name: made for made in (kda_b1, patterns, transpose)}
+    return {made.name: made for made in (kda_b1, kda_b3, patterns, transpose)}
 
 
 def find(text: str) -> tuple[Kernel, str | None]:
