@@ -260,9 +260,8 @@ class CTA(MemoryAccess):
 
     def _shuffle(self, mode: str, value, operand, width: int):
         self._work(f"shfl.{mode}")
-        if isinstance(value, Unknown) or isinstance(operand, Unknown):
+        if isinstance(operand, Unknown):
             return UNKNOWN
-        value = self._per_lane(value, "a shuffle")
         source = warp.shuffle_source(mode, self._per_lane(operand, "a shuffle's lane operand"), width)
         if self._mask is not None:
             self._refuse(
@@ -271,7 +270,7 @@ class CTA(MemoryAccess):
                 "shfl reads lane {}, which is not active",
                 source,
             )
-        return warp.take_lanes(value, source)
+        return UNKNOWN if isinstance(value, Unknown) else warp.take_lanes(self._per_lane(value, "a shuffle"), source)
 
     # ---- asynchronous copies and barriers ----------------------------------------------------------------
 

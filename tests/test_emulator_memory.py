@@ -264,8 +264,10 @@ def test_a_union_over_neighbours_spans_them():
         whole = cta.shared("whole", uint8, (80,), alias_of=(b, a))
         inner = cta.shared("inner", uint8, (16,), alias_of=a)
         again = cta.shared("again", uint8, (48,), alias_of=(inner, a))  # a union of unions is as large as the largest
+        middle = cta.shared("middle", uint8, (16,), alias_of=b)
+        last = cta.shared("last", uint8, (80,), alias_of=(whole, middle))
         after = cta.shared("after", float32, (4,))
-        assert [t.base for t in (a, b, whole, inner, again, after)] == [0, 48, 0, 0, 0, 80]
+        assert [t.base for t in (a, b, whole, inner, again, middle, last, after)] == [0, 48, 0, 0, 0, 48, 0, 80]
         assert cta.shared_bytes == 96
 
     assert simulate(Launch(body, 1, 32), mode="values").shared_bytes == 96

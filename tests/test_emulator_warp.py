@@ -55,13 +55,13 @@ def test_shuffles_read_the_lane_ptx_says(mode, width, per_lane, dtype, seed):
         assert np.array_equal(found[..., lane], value[..., source])
 
 
-def test_a_shuffle_within_a_branch_reads_only_lanes_of_the_branch():
+@pytest.mark.parametrize("value", [np.arange(32), UNKNOWN], ids=["values", "addresses"])
+def test_a_shuffle_within_a_branch_reads_only_lanes_of_the_branch(value):
     def body(cta):
         with cta.where(cta.lane < 16):
-            near = cta.shfl_xor(cta.lane, 8)
+            cta.shfl_xor(value, 8)
         with cta.where(cta.lane < 12):
-            cta.shfl_xor(cta.lane, 8)
-        return near
+            cta.shfl_xor(value, 8)
 
     with pytest.raises(SimError, match=r"test_emulator_warp.py:\d+: CTA 0, warp 0, lane 4: shfl reads lane 12, which"):
         inside(body)
