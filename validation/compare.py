@@ -16,7 +16,7 @@ from typing import Any
 
 from kernels_py import find
 from simgpu.counters import CounterTable, SiteCounters
-from simgpu.errors import SimError
+from simgpu.errors import DataDependent, SimError
 from simgpu.instructions import instruction
 from simgpu.run import simulate
 
@@ -132,9 +132,15 @@ LOADS, STORES, LDSM, STSM = ("lds",), ("sts",), ("ldmatrix",), ("stmatrix",)
 ATOMICS, COPIES = ("atoms", "atoms.cas"), ("cp.async.ca", "cp.async.cg")
 _SASS_SHARED = {"ld": LOADS, "st": STORES, "ldsm": LDSM, "stsm": STSM, "atom": ATOMICS, "ldgsts": COPIES}
 _SASS_GLOBAL = {"ld": ("ldg",), "st": ("stg",), "ldgsts": COPIES}
+_ALL_SHARED = LOADS + STORES + LDSM + STSM + ATOMICS + COPIES
+_ALL_GLOBAL = ("ldg", "stg", "atomg", *COPIES)
 _UNIT_SHARED = {"ld": LOADS + LDSM, "st": STORES + STSM, "atom": ATOMICS}  # the units know no ldmatrix of its own
 
 METRICS = {
+    "memory_l1_wavefronts_shared": Metric("wavefronts", _ALL_SHARED),
+    "memory_l1_wavefronts_shared_ideal": Metric("ideal", _ALL_SHARED),
+    "memory_l2_theoretical_sectors_global": Metric("sectors", _ALL_GLOBAL),
+    "memory_l2_theoretical_sectors_global_ideal": Metric("ideal_sectors", _ALL_GLOBAL),
     **{f"smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{op}.sum": Metric("wavefronts", families)
        for op, families in _SASS_SHARED.items()},
     **{f"smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{op}.sum": Metric("sectors", families)
@@ -246,9 +252,16 @@ def _run(kernel: str, entry: Any, place: str) -> Run:
 
 @lru_cache(maxsize=256)
 def predict(kernel: str, variant: str, params: tuple[tuple[str, Any], ...], threads: int) -> CounterTable:
-    """The counters of the whole grid of a registered kernel, from addresses alone; remembered, as runs repeat."""
+    """The counters of the whole grid of a registered kernel, from addresses alone where they depend on no data.
+
+    Remembered, as runs repeat.
+    """
     made, _ = find(f"{kernel}@{variant}")
-    return simulate(made.launch(variant, **dict(params)), mode="addresses", threads=threads).table
+    launch = made.launch(variant, **dict(params))
+    try:
+        return simulate(launch, mode="addresses", threads=threads).table
+    except DataDependent:
+        return simulate(launch, mode="values").table
 
 
 def compare_run(gpu: str, run: Run, *, threads: int = 1, hardware: bool = False) -> Outcome:

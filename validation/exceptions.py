@@ -73,10 +73,13 @@ def read_exceptions(path: Path) -> list[Explained]:
     return [Explained(**entry) for entry in entries]
 
 
-def explain(outcomes: Iterable[Outcome], exceptions: Sequence[Explained]) -> list[Outcome]:
+def explain(
+    outcomes: Iterable[Outcome], exceptions: Sequence[Explained], *, complete: bool = True
+) -> list[Outcome]:
     """The outcomes, with every difference that an exception covers marked as explained.
 
-    Raises :class:`SimError` for an exception about a compared kernel that covers no difference.
+    Raises :class:`SimError` for an exception about a compared kernel that covers no difference, unless the outcomes are
+    not ``complete``: some cases of a kernel only.
     """
     used: set[Explained] = set()
     explained = []
@@ -89,7 +92,7 @@ def explain(outcomes: Iterable[Outcome], exceptions: Sequence[Explained]) -> lis
         explained.append(replace(outcome, comparisons=tuple(rows)))
     compared = {(outcome.gpu, outcome.kernel) for outcome in explained}
     for exception in exceptions:
-        if (exception.gpu, exception.kernel) in compared and exception not in used:
+        if complete and (exception.gpu, exception.kernel) in compared and exception not in used:
             raise SimError(f"the exception for {exception.gpu} {exception.kernel} {exception.case}, site "
                            f"{exception.site}, {exception.column} explains no difference: delete it")
     return explained

@@ -20,6 +20,7 @@ COMMANDS = {
     "occupancy": "simgpu.cli.machines",
     "gpus": "simgpu.cli.machines",
     "validate": "simgpu.cli.validate",
+    "compare": "simgpu.cli.compare",
     "kernels": "simgpu.cli.kernels",
 }
 

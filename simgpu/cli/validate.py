@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 
@@ -44,16 +45,18 @@ DETAIL = (
 
 @dataclass(frozen=True)
 class Check:
-    """A step of the validation: what it is about and how to run it."""
+    """A step of the validation: what it is about and how to run it; ``case`` is None where it yields several."""
 
     gpu: str
     kernel: str
+    case: str | None
     run: Callable[[], list[Outcome]]
 
 
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME|all", help="The GPU that measured.")
+@click.option("--case", "pattern", metavar="PATTERN", help="Only the cases that match, as '*,m=512,*'.")
 @click.option("--all-sites", is_flag=True, help="Print every site, not only those that differ.")
 @click.option("--hardware", is_flag=True, help="Show the l1tex__* counters too; they are noisy and decide nothing.")
 @click.option("--threads", type=click.IntRange(1), help="Threads to use.  [default: the processor's cores]")
@@ -65,7 +68,7 @@ class Check:
               help="Differences that are understood.  [default: what ships with simgpu]")
 @format_option
 @click.pass_context
-def validate(ctx, kernels, gpu, all_sites, hardware, threads, measured, published, exceptions, fmt):
+def validate(ctx, kernels, gpu, pattern, all_sites, hardware, threads, measured, published, exceptions, fmt):
     """Compare predictions with measurements, site by site.
 
     Every run measured on the GPU is emulated again and each of its sites compared for equality. KERNEL is a measured
@@ -80,13 +83,18 @@ def validate(ctx, kernels, gpu, all_sites, hardware, threads, measured, publishe
     """
     measured, published = measured or SHIPPED / "measured", published or SHIPPED / PUBLISHED
     checks, notes = plan(kernels, gpu, measured, published, threads or os.cpu_count() or 1, hardware)
+    if pattern is not None:
+        checks = [check for check in checks if check.case is None or fnmatchcase(check.case, pattern)]
     outcomes: list[Outcome] = []
     with progress("runs") as bar:
         for done, check in enumerate(checks, 1):
-            outcomes += check.run()
+            outcomes += [found for found in check.run() if pattern is None or fnmatchcase(found.case, pattern)]
             if bar:
                 bar(done, len(checks))
-    outcomes = explain(outcomes, read_exceptions(exceptions or SHIPPED / "exceptions.toml"))
+    if not outcomes:
+        raise SimError(f"no case matches {pattern!r}")
+    explained = read_exceptions(exceptions or SHIPPED / "exceptions.toml")
+    outcomes = explain(outcomes, explained, complete=pattern is None)
     report(outcomes, notes, all_sites or hardware, fmt)
     if any(outcome.different for outcome in outcomes):
         ctx.exit(1)
@@ -106,7 +114,7 @@ def plan(
         if folder.is_dir() and gpu in ("all", folder.name):
             for path in sorted(folder.iterdir()):
                 checks += _checks(folder.name, path, threads, hardware)
-    checks += [Check(case.gpu, PUBLISHED, lambda case=case: [compare_case(case)])
+    checks += [Check(case.gpu, PUBLISHED, case.id, lambda case=case: [compare_case(case)])
                for case in read_cases(published) if case.stands_for(gpu)]
     known = dict.fromkeys(check.kernel for check in checks)
     for kernel in kernels:
@@ -126,12 +134,15 @@ def plan(
 def _checks(gpu: str, path: Path, threads: int, hardware: bool) -> list[Check]:
     """The checks that one file of measurements asks for; none for a file of another kind."""
     if path.name == "occupancy.csv":
-        return [Check(gpu, OCCUPANCY, lambda: [compare_occupancy(gpu, path)])]
+        return [Check(gpu, OCCUPANCY, None, lambda: [compare_occupancy(gpu, path)])]
     if path.suffix == ".jsonl":
-        return [Check(gpu, PATTERNS, lambda: compare_patterns(gpu, path))]
+        return [Check(gpu, PATTERNS, None, lambda: compare_patterns(gpu, path))]
     if path.suffix == ".json" and not path.name.endswith(".provenance.json"):
-        return [Check(gpu, path.stem, lambda run=run: [compare_run(gpu, run, threads=threads, hardware=hardware)])
-                for run in read_runs(path)]
+        return [
+            Check(gpu, path.stem, run.case,
+                  lambda run=run: [compare_run(gpu, run, threads=threads, hardware=hardware)])
+            for run in read_runs(path)
+        ]
     return []
 
 
