@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from simgpu.errors import SimError
@@ -165,10 +165,12 @@ steps = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 2)),
     st.tuples(st.just("read"), st.integers(0, SLOTS - 1)),
 )
+TWICE = [("copy", 0), ("commit", 0), ("copy", 0), ("commit", 0), ("wait", 1), ("read", 0)]
 masks = st.sampled_from(("all", "all", "warp 0", "warp 1", "even lanes", "first half"))
 
 
 @settings(max_examples=150, deadline=None)
+@example(program=[(step, "all") for step in TWICE])  # what landed lies under a copy that has not
 @given(program=st.lists(st.tuples(steps, masks), min_size=3, max_size=14))
 def test_groups_of_each_thread_follow_the_model(program):
     """Threads commit and wait under different masks; a read finds the last copy's value or is refused, as modelled."""
