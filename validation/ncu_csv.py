@@ -138,6 +138,8 @@ def _source_page(path: Path, rows: list[list[str]]) -> list[Profile]:
     profiles: list[Profile] = []
     seen: dict[str, list[list[str]]] = {}  # the sections of the launch, by source file
     for kernel, file, section in _sections(rows):
+        if len(section) < 2:
+            raise SimError(f"{path}: {kernel}: no instruction follows: the file is cut")
         same = bool(profiles) and profiles[-1].kernel == kernel
         before = seen.get(file, []) if same else []
         if section == before:
@@ -157,10 +159,10 @@ def _source_page(path: Path, rows: list[list[str]]) -> list[Profile]:
 
 
 def _sections(rows: list[list[str]]) -> Iterator[tuple[str, str, list[list[str]]]]:
-    """The kernel's name, the source file and the rows (the header first) of each section."""
+    """The kernel's name, the source file and the rows (the header first) of each section; the last may be empty."""
     kernel = file = ""
     section: list[list[str]] = []
-    for row in [*rows, ["Kernel Name"]]:
+    for row in rows:
         if row[0] not in FIRST_CELLS:
             section.append(row)
             continue
@@ -171,6 +173,7 @@ def _sections(rows: list[list[str]]) -> Iterator[tuple[str, str, list[list[str]]
             file = row[1] if len(row) > 1 else ""
         else:
             kernel = row[1] if len(row) > 1 else ""
+    yield kernel, file, section
 
 
 def _section(path: Path, number: int, kernel: str, section: list[list[str]]) -> Profile:

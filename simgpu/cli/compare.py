@@ -64,8 +64,8 @@ def compare(ctx, kernel, file, number, settings, threads, fmt):
         table = simulate(launch, threads=threads or os.cpu_count() or 1, progress=bar).table
     rows, notes = (compare_source if profile.rows else compare_raw)(profile, table, file)
     if alone := executed_alone(rows):
-        notes.append(f"only the executed count differs at {', '.join(alone)}: ncu also counts instructions that no lane "
-                     "executes, at predicated edges")
+        notes.append(f"only the executed count differs at {', '.join(alone)}: ncu also counts instructions that no "
+                     "lane executes, at predicated edges")
     tally = Counter(row.verdict for row in rows)
     notes.append(f"{len(rows)} numbers compared: "
                  + ", ".join(f"{tally[verdict]} {verdict}" for verdict in reversed(VERDICTS) if tally[verdict]))
@@ -109,7 +109,8 @@ def executed_alone(rows: list[Comparison]) -> list[str]:
         if row.verdict == "different":
             wrong.setdefault(row.site, []).append(row)
     return [site for site, (first, *more) in wrong.items()
-            if not more and first.column == "executed" and (first.predicted or first.measured) < first.measured]
+            if not more and first.column == "executed" and None not in (first.predicted, first.measured)
+            and first.predicted < first.measured]
 
 
 # ---- raw page ----------------------------------------------------------------------------------------------
