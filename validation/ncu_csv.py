@@ -93,9 +93,12 @@ def _rows(path: Path) -> list[list[str]]:
     if begin.match(lines[first])[0].endswith(";"):
         raise SimError(f"{path}: cells are separated by ';', as by another locale's spreadsheet; ncu separates by ','")
     try:
-        return [row for row in csv.reader(lines[first:], strict=True) if row]
+        rows = [row for row in csv.reader(lines[first:], strict=True) if row]
     except csv.Error as error:
         raise SimError(f"{path}: the file is cut or no CSV: {error}") from None
+    if not rows[-1][-1] and not text.endswith("\n"):
+        raise SimError(f"{path}: the last row ends in a comma: the file is cut")
+    return rows
 
 
 # ---- raw page --------------------------------------------------------------------------------------------------------
