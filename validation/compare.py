@@ -241,8 +241,8 @@ def _run(kernel: str, entry: Any, place: str) -> Run:
             raise SimError(f"{place}: {key} is missing or not a {kind.__name__}")
     for part in ("sites", "no_site"):
         for name, row in entry[part].items():
-            counters = [value for key, value in row.items() if key != "sass"] if isinstance(row, dict) else [None]
-            if "executed" not in row or not all(type(value) is int and value >= 0 for value in counters):
+            counters = {key: value for key, value in row.items() if key != "sass"} if isinstance(row, dict) else {}
+            if "executed" not in counters or not all(type(value) is int and value >= 0 for value in counters.values()):
                 raise SimError(f"{place}: {part} {name!r} is not a row of counts")
     for name, value in entry["totals"].items():
         if name in METRICS and (isinstance(value, bool) or not isinstance(value, (int, float))):

@@ -235,7 +235,7 @@ def count(access: Access, number: int = 1) -> SiteCounters:
     512
     """
     site, used = access.site or f"access {number}", instruction(access.op)
-    executed = int(lane_expression(str(access.executed), {"lane": [0] * LANES})[0])
+    executed = int(lane_expression(str(access.executed), {})[0])
     places = list(product(*(range(extent) for extent in access.vary.values())))
     if executed < 1 or executed % len(places):
         raise SimError(f"{site}: {executed} instructions do not share out over {prod(access.vary.values())} variations")
