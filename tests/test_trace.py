@@ -180,15 +180,30 @@ def test_a_manifest_no_writer_writes_is_refused(tmp_path, change, message):
 
 
 def test_a_column_of_another_type_or_size_is_refused(tmp_path):
-    for column in (np.zeros(32, np.int64), np.zeros(31, np.uint32), np.zeros((1 << 20), np.uint32)):
+    for column, message in (
+        (np.zeros(32, np.int64), r"int64\[32\] is not <u4\[32\]"),
+        (np.zeros(31, np.uint32), r"uint32\[31\] is not <u4\[32\]"),
+        (np.zeros(1 << 20, np.uint32), r"mask.npy has 4194432 bytes"),  # refused before it is read
+    ):
         path, member = tmp_path / "t.trace", "000000/mask.npy"
         write(path)
         with zipfile.ZipFile(path, "a") as archive, archive.open("scratch", "w") as scratch:
             np.save(scratch, column)
         with zipfile.ZipFile(path) as archive:
             rewrite(path, member, archive.read("scratch"))
-        with pytest.raises(SimError, match="chunk 0, column mask"):
+        with pytest.raises(SimError, match=rf"chunk 0, column mask: .*{message}"):
             read(path)
+
+
+def test_rows_stand_in_program_order(tmp_path):
+    """A CTA that takes a branch earlier in the program may be recorded after those that did not."""
+    path = tmp_path / "t.trace"
+    with TraceWriter(path, {}) as writer:
+        for site, order in ((0, 9), (1, 5), (4, 7)):
+            addresses = np.arange(32).reshape(1, 1, 32) * 16
+            sides = (None, addresses) if site == 4 else (addresses.astype(np.int32), None)
+            writer.access(AccessEvent(SITES[site], np.full((1, 1), 1, np.uint32), *sides, np.arange(1), 1, order))
+    assert [row.site for row in count(read_recorded(str(path))).sites] == ["b.store", "e.load", "a.load"]
 
 
 def test_nothing_appears_unless_the_block_is_left_well(tmp_path):
