@@ -153,7 +153,7 @@ def distinct_words(width, group, merges, counted, masks, shared, wavefronts, ide
         if bad & refused:
             return access
         active = uint32(mask & counted)
-        if active == counted and seen & counted == counted:
+        if seen & counted == counted:
             ideal[access] = wavefronts[access] = all_groups
             continue
         merged = int(merges and pairs_merge(active, shared, access))

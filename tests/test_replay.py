@@ -81,6 +81,14 @@ def seeded(form, n, seed=0):
     return active.astype(np.uint32), shared.astype(np.int32), global_
 
 
+def one_repeat(ordinary):
+    """496 rows of 32 ``ordinary`` addresses: in each, another pair of lanes shares an address."""
+    one, other = np.triu_indices(32, 1)
+    rows = np.tile(ordinary, (len(one), 1))
+    rows[np.arange(len(one)), other] = rows[np.arange(len(one)), one]
+    return rows
+
+
 # ---- the reference, access by access -------------------------------------------------------------------------
 
 
@@ -116,6 +124,18 @@ def test_totals_are_the_sums_in_blocks_and_threads_too(form, monkeypatch):
     for threads in (1, 2, 3):
         assert totals(*form, active, shared, global_, threads=threads) == sums
         assert numbers(replay(*form, active, shared, global_, threads=threads)) == numbers(found)
+
+
+@each([form for form in FORMS if form[0].family.startswith("cp.async")])
+def test_a_repeat_between_any_two_lanes_counts_as_in_the_reference(form):
+    width, ordinary = form[1], form[1] * LANES
+    active = np.full(496, FULL_MASK, np.uint32)
+    for shared, global_ in ((one_repeat(ordinary), np.tile(ordinary, (496, 1))),
+                            (np.tile(ordinary, (496, 1)), one_repeat(ordinary)),
+                            (one_repeat(ordinary), one_repeat(ordinary + 128 * width))):
+        found = replay(*form, active, shared, global_)
+        for row in range(496):
+            assert cost_of_row(found, row) == cost(*form, FULL_MASK, shared[row].tolist(), global_[row].tolist())
 
 
 # ---- what the rules imply -------------------------------------------------------------------------------------
