@@ -1,7 +1,7 @@
 """The single accesses and the occupancy queries that were measured, against the rules and the occupancy model.
 
-``patterns.jsonl`` and its like hold one warp access a line, in its own launch or attributed to its own instruction,
-with every counter that is not zero; ``occupancy.csv`` one answer of the driver a line.
+``patterns.jsonl`` holds one warp access a line, each measured in a launch of its own, with every counter that is not
+zero; ``occupancy.csv`` one answer of the driver a line.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ QUERY = {  # occupancy.csv's columns: the model's arguments
 }
 
 # The counters that can hold a column, the one to prefer first; {op} is the counter's word for the instruction. A launch
-# of one access has no arbitration, so there the units' own counters are exact too.
+# of one access has no arbitration, so there the units' own counters are exact, and the first witness.
 COUNTERS = {
     "wavefronts": (
-        "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{op}",
         "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{op}",
+        "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{op}",
         "memory_l1_wavefronts_shared",
     ),
     "ideal": ("memory_l1_wavefronts_shared_ideal",),
     "excessive": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{op}",),
     "sectors": (
-        "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{op}",
         "l1tex__t_sectors_pipe_lsu_mem_global_op_{op}",
+        "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{op}",
         "memory_l2_theoretical_sectors_global",
     ),
     "ideal_sectors": ("memory_l2_theoretical_sectors_global_ideal",),

@@ -135,7 +135,7 @@ def _checks(gpu: str, path: Path, threads: int, hardware: bool) -> list[Check]:
     """The checks that one file of measurements asks for; none for a file of another kind."""
     if path.name == "occupancy.csv":
         return [Check(gpu, OCCUPANCY, None, lambda: [compare_occupancy(gpu, path)])]
-    if path.suffix == ".jsonl":
+    if path.name == "patterns.jsonl":
         return [Check(gpu, PATTERNS, None, lambda: compare_patterns(gpu, path))]
     if path.suffix == ".json" and not path.name.endswith(".provenance.json"):
         return [
