@@ -148,7 +148,7 @@ class CounterSink:
         site = event.site
         counted = totals(site.instruction, site.width, masks, shared, global_)
         row = self.counts.setdefault(site, Counter())
-        self.order.setdefault(site, event.order)
+        self.order[site] = min(self.order.get(site, event.order), event.order)
         row["executed"] += counted.accesses * times
         row["bytes"] += _lanes(masks) * site.width * times
         if event.unmodelled:

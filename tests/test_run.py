@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels_py import find
@@ -75,7 +75,8 @@ def random_kernel(seed, threads, grid):
     return Launch(body, (grid,), threads, tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@example(seed=2, threads=1, grid=2, batch=1, workers=1)  # a site that CTA 0 executes later than CTA 1
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), threads=st.integers(1, 100), grid=st.integers(1, 9), batch=st.integers(1, 20),
     workers=st.integers(1, 3),
