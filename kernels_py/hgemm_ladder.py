@@ -4,6 +4,13 @@
 reads both with ldmatrix; ``A3`` too, B as it lies with ldmatrix.trans. ``naive``, ``bcf`` (swizzle), ``bcf_dbf`` (two
 stages) and ``bcf_dbf_rw`` (C through shared memory) are the older rungs. All of them add the same products in the same
 order. CUDA twin: ``validation/cuda/hgemm_ladder.cu``.
+
+>>> from simgpu.run import simulate
+>>> for swizzle in (0, 1):
+...     table = simulate(hgemm_ladder.launch("A3", m=128, n=128, k=64, swizzle=swizzle)).table
+...     print(table["A.ldsm"].n_way, table["B.ldsm"].n_way)
+4.0 8.0
+1.0 1.0
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Every CTA copies two k-tiles of small integers into shared memory once and then reads the fragments of one k-tile after
 the other. ``mma`` 1 multiplies them, 0 adds the fragment registers as 32-bit integers. Both results are exact. CUDA
 twin: ``validation/cuda/smem_to_reg.cu``, which also counts clocks (stored here as 0).
+
+>>> from simgpu.run import simulate
+>>> table = simulate(smem_to_reg.launch("A1", iterations=2, sms=1)).table
+>>> table["A.lds"].wavefronts + table["B.lds"].wavefronts  # 8 warps x 4 k16 steps x 32 loads
+1024
 """
 
 from __future__ import annotations
