@@ -409,6 +409,23 @@ def test_addresses_beyond_four_gigabytes_do_not_wrap(kind):
     assert sink.seen[1][0].tolist() == (base + 2**31 - 2**10 - 1 - lane).tolist()
 
 
+def test_tensors_lie_apart_each_on_its_alignment():
+    tensors = (
+        GlobalTensor("a", uint8, (256,), byte_offset=4),
+        GlobalTensor("b", uint8, (1,)),
+        GlobalTensor("c", uint8, (512,), byte_offset=8),
+        GlobalTensor("d", uint8, (1,)),
+    )
+    sink = Addresses()
+
+    def body(cta, *tensors):
+        for tensor in tensors:
+            cta.load(tensor[0], site=tensor.name)
+
+    simulate(Launch(body, 1, 32, tensors), mode="addresses", sinks=[sink])
+    assert [int(rows[0, 0]) for rows in sink.seen] == [4, 512, 768 + 8, 1536]
+
+
 def test_narrow_coordinates_do_not_wrap_either():
     def body(cta, t):
         cta.load(t[cta.lane.astype(np.uint8), np.int8(3)], site="load")
