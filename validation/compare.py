@@ -239,6 +239,9 @@ def _run(kernel: str, entry: Any, place: str) -> Run:
     for key, kind in wanted.items():
         if not isinstance(entry, dict) or not isinstance(entry.get(key), kind):
             raise SimError(f"{place}: {key} is missing or not a {kind.__name__}")
+    for name, value in entry["params"].items():
+        if not isinstance(value, (int, float, str)):
+            raise SimError(f"{place}: parameter {name} is {value!r}, not a number or text")
     for part in ("sites", "no_site"):
         for name, row in entry[part].items():
             counters = {key: value for key, value in row.items() if key != "sass"} if isinstance(row, dict) else {}
