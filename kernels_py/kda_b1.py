@@ -58,16 +58,23 @@ class Form:
     stage_stride: int = 136
     stage_vec: int = 2
     swizzle: int = 0
+    diagonal: int = 0
     union: int = 0
 
     def __post_init__(self):
-        for name, legal in {"movm": (0, 1), "stage_vec": (1, 2), "swizzle": (0, 1), "union": (0, 1)}.items():
+        for name in ("movm", "stage_vec", "swizzle", "diagonal", "union"):
+            legal = (1, 2) if name == "stage_vec" else (0, 1)
             if getattr(self, name) not in legal:
                 raise SimError(f"kda_b1: {name} is {getattr(self, name)}; it is {legal[0]} or {legal[1]}")
+        if self.diagonal and self.swizzle:
+            raise SimError("kda_b1: diagonal 1 is the copy into INTER atoms; with swizzle 1 there are none")
         if not D <= self.stage_stride <= MOST_STRIDE or self.stage_stride % 4:
             raise SimError(f"kda_b1: stage_stride is {self.stage_stride}; it is a multiple of 4 (rows leave 16 bytes a "
                            f"lane) from {D} to {MOST_STRIDE}")
 
+
+# A thread's registers by (movm, stage_vec, diagonal), from ptxas 13.0 for sm_90; the other fields change nothing.
+REGISTERS = {(0, 1, 0): 55, (0, 2, 0): 56, (1, 1, 0): 52, (1, 2, 0): 52, (1, 2, 1): 55}
 
 VARIANTS = {
     "roundtrip": {"movm": 0, "stage_stride": 128, "stage_vec": 1},
@@ -75,6 +82,7 @@ VARIANTS = {
     "pad132": {"stage_stride": 132, "stage_vec": 1},
     "float2": {},
     "sw128": {"swizzle": 1},
+    "diagonal": {"diagonal": 1},
     "union": {"union": 1},
     "union_sw128": {"union": 1, "swizzle": 1},
 }
@@ -82,21 +90,22 @@ VARIANTS = {
 
 @kernel(**VARIANTS)
 def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int = 0, movm: int = 1,
-           stage_stride: int = 136, stage_vec: int = 2, swizzle: int = 0, union: int = 0) -> Launch:
+           stage_stride: int = 136, stage_vec: int = 2, swizzle: int = 0, diagonal: int = 0, union: int = 0) -> Launch:
     """KDA backward B1, the dS side: dkr, dvcorr and dv of one (tile, head) a CTA.
 
     ``sequences`` of ``tokens`` tokens each lie packed; where 16 does not divide ``tokens``, their last tiles have
     phantom rows. ``movm`` 1: dU is transposed in registers by movmatrix, 0: through shared memory, read back 2 bytes
     at a time. ``stage_stride``: floats from row to row of a stage; ``stage_vec``: floats that a store of accumulators
-    into it moves (1, 2). ``swizzle`` 1: dS under the SW128 atoms, not INTER. ``union`` 1: the stages lie over dS, at
-    the price of one barrier more.
+    into it moves (1, 2). ``swizzle`` 1: dS under the SW128 atoms, not INTER. ``diagonal`` 1: its copy into
+    INTER atoms is cp.async.ca along diagonals, not cp.async.cg along rows. ``union`` 1: the stages lie over dS, at the
+    price of one barrier more.
     """
-    form = Form(movm, stage_stride, stage_vec, swizzle, union)
+    form = Form(movm, stage_stride, stage_vec, swizzle, diagonal, union)
     for name, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
         if value < 1:
             raise SimError(f"kda_b1: {name} is {value}, below 1")
-    if heads > 65535:
-        raise SimError(f"kda_b1: {heads} heads; a grid has at most 65,535")
+    if tokens * sequences >= 2**31:
+        raise SimError(f"kda_b1: {sequences} x {tokens} tokens; tile_start is an int32")
     problem = partial(_problem, tokens, sequences, heads, seed)
     tiles = tile_table(tokens, sequences)
     count, rows = len(tiles[0]), (tokens * sequences, heads, D)
@@ -109,7 +118,8 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
              for name in ("dkr", "dvcorr", "dv")]
     return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
-                  registers=REGISTERS.get(form), check=lambda arrays: within_bounds(problem(), arrays))
+                  registers=REGISTERS.get((movm, stage_vec, diagonal)),
+                  check=lambda arrays: within_bounds(problem(), arrays))
 
 
 @lru_cache(maxsize=2)
@@ -152,7 +162,7 @@ def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvc
     start, rows = tiles[0][tile], tiles[1][tile]
     smem = Smem(cta, form)
 
-    copy_state(cta, smem.dS, dS, tile, head)
+    (copy_diagonals if form.diagonal else copy_state)(cta, smem.dS, dS, tile, head)
     copy_square(cta, smem.M, M, tile, head, warp=0)
     copy_square(cta, smem.INV, INV, tile, head, warp=1)
     copy_rows(cta, smem.U, U, start, rows, head)
@@ -177,10 +187,10 @@ def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvc
     for which, sums in enumerate((dkr_sums, dvcorr_sums, dv_sums)):
         stage_sums(cta, smem.stage, which, sums, form.stage_vec)
     cta.sync()
-    for which, out in enumerate((dkr, dvcorr, dv)):
-        for i in range(2):
-            row, column = 2 * cta.warp + i, 4 * cta.lane
-            with cta.where(row < rows):
+    for i in range(2):
+        row, column = 2 * cta.warp + i, 4 * cta.lane
+        with cta.where(row < rows):
+            for which, out in enumerate((dkr, dvcorr, dv)):
                 four = cta.load(smem.stage[which, row, column], vec=4, site="stage.load")
                 cta.store(out[start + row, head, column], four, vec=4, site=f"{out.name}.store")
 
@@ -212,6 +222,20 @@ def copy_state(cta, to, source, tile, head):
     for i in range(D * D // 8 // THREADS):
         key, value = 16 * i + cta.tid // 16, cta.tid % 16 * 8
         cta.cp_async(to[key, value], source[tile, head, key, value], site="dS.cp")
+
+
+def copy_diagonals(cta, to, source, tile, head):
+    """dS into INTER atoms: eight lanes take eight chunks of as many rows, and of as many columns.
+
+    The eight rows of an atom share a 128-byte line of shared memory, where the eight chunks of a row's 128 bytes share
+    its banks; cp.async.ca moves eight lanes at once when neither repeats. The XOR keeps the warp's four chunks of a row
+    neighbours: whole sectors.
+    """
+    lane = cta.lane
+    for i in range(D * D // 8 // THREADS):
+        key = 8 * (cta.warp + i // 4 * 8) + lane % 8
+        value = 64 * (i // 2 % 2) + 8 * (lane % 8 ^ (lane // 8 + i % 2 * 4))
+        cta.cp_async(to[key, value], source[tile, head, key, value], cache="ca", site="dS.cp")
 
 
 def copy_square(cta, to, source, tile, head, warp: int):
@@ -320,6 +344,3 @@ def stage_sums(cta, stage, which: int, sums: list, vec: int):
             else:
                 for i in range(2):
                     cta.store(stage[which, row, column + i], pair[..., i], site="stage.store")
-
-
-REGISTERS = {}

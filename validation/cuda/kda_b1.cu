@@ -7,9 +7,10 @@
 
 // What distinguishes the variants. movm: dU is transposed by movmatrix, or (0) through shared memory. stride: floats
 // from row to row of a stage; vec: floats that a store into it moves. swizzle: dS under the SW128 atoms, or (0) INTER.
-// united: the stages lie over dS.
+// diagonal: its copy into INTER atoms is cp.async.ca along diagonals, or (0) cp.async.cg along rows. united: the stages
+// lie over dS.
 struct Form {
-  int movm, stride, vec, swizzle, united;
+  int movm, stride, vec, swizzle, diagonal, united;
 };
 
 // ---- shared memory, in bytes --------------------------------------------------------------------------------------
@@ -90,11 +91,11 @@ __device__ inline void stage(uint32_t to, const float (&sums)[2][4]) {
     }
 }
 
-// Without a minimum of CTAs a multiprocessor, ptxas takes what it wants; what it takes allows as many as shared memory.
-template <int MOVM, int STRIDE, int VEC, int SWIZZLE, int UNITED>
+// No minimum of CTAs a multiprocessor: what ptxas takes by itself allows as many as shared memory does.
+template <int MOVM, int STRIDE, int VEC, int SWIZZLE, int DIAGONAL, int UNITED>
 __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  constexpr Form form{MOVM, STRIDE, VEC, SWIZZLE, UNITED};
+  constexpr Form form{MOVM, STRIDE, VEC, SWIZZLE, DIAGONAL, UNITED};
   const uint32_t shared = shared_address(memory);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4, head = blockIdx.y;
   int start, rows;
@@ -105,11 +106,17 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
   auto global = [&](int r, int c) { return (static_cast<size_t>(start + r) * x.heads + head) * kD + c; };
 
   // Operands by cp.async. A full tile takes no predicates, under which Nsight Compute 2025.3 loses some of the counts.
-  const bf16* dS = x.dS + tile * kD * kD + row * kD + column;
+  const bf16* dS = x.dS + tile * kD * kD;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint32_t to = shared + dS_at<SWIZZLE>(16 * i + row, column);
-    CP_ASYNC_CG(to, dS + 16 * i * kD);  // @site dS.cp
+    if (DIAGONAL) {
+      const int key = 8 * (warp + i / 4 * 8) + lane % 8;
+      const int value = 64 * (i / 2 % 2) + 8 * (lane % 8 ^ (lane / 8 + i % 2 * 4));
+      CP_ASYNC_CA(shared + dS_at<SWIZZLE>(key, value), dS + key * kD + value);  // @site dS.cp
+    } else {
+      const int key = 16 * i + row;
+      CP_ASYNC_CG(shared + dS_at<SWIZZLE>(key, column), dS + key * kD + column);  // @site dS.cp
+    }
   }
   const uint32_t square_to = at_inter<kC>(lane / 2, lane % 2 * 8);
   const size_t square_from = tile * kC * kC + lane * 8;
@@ -235,14 +242,22 @@ struct Instance {
   const void* kernel;
 };
 
-#define INSTANCE(movm, stride, vec, swizzle, united) \
-  {{movm, stride, vec, swizzle, united}, reinterpret_cast<const void*>(dS_side<movm, stride, vec, swizzle, united>)}
-#define EVERY_STAGE(movm)                                                                          \
-  INSTANCE(movm, 128, 1, 0, 0), INSTANCE(movm, 132, 1, 0, 0), INSTANCE(movm, 136, 1, 0, 0),        \
-      INSTANCE(movm, 128, 2, 0, 0), INSTANCE(movm, 132, 2, 0, 0), INSTANCE(movm, 136, 2, 0, 0)
+#define INSTANCE(movm, stride, vec, swizzle, diagonal, united)      \
+  {{movm, stride, vec, swizzle, diagonal, united},                    \
+   reinterpret_cast<const void*>(dS_side<movm, stride, vec, swizzle, diagonal, united>)}
+#define EVERY_STAGE(movm)                                                                            \
+  INSTANCE(movm, 128, 1, 0, 0, 0), INSTANCE(movm, 132, 1, 0, 0, 0), INSTANCE(movm, 136, 1, 0, 0, 0), \
+      INSTANCE(movm, 128, 2, 0, 0, 0), INSTANCE(movm, 132, 2, 0, 0, 0), INSTANCE(movm, 136, 2, 0, 0, 0)
 
-const Instance kInstances[] = {EVERY_STAGE(0), EVERY_STAGE(1), INSTANCE(1, 136, 2, 1, 0), INSTANCE(1, 136, 2, 0, 1),
-                               INSTANCE(1, 136, 2, 1, 1)};
+const Instance kInstances[] = {
+    EVERY_STAGE(0),
+    EVERY_STAGE(1),
+    INSTANCE(1, 136, 2, 1, 0, 0),
+    INSTANCE(1, 136, 2, 0, 1, 0),
+    INSTANCE(1, 136, 2, 0, 0, 1),
+    INSTANCE(1, 136, 2, 1, 0, 1),
+    INSTANCE(1, 136, 2, 0, 1, 1),
+};
 
 struct Variant {
   const char* name;
@@ -250,9 +265,9 @@ struct Variant {
 };
 
 constexpr Variant kVariants[] = {
-    {"roundtrip", {0, 128, 1, 0, 0}}, {"movm", {1, 128, 1, 0, 0}},  {"pad132", {1, 132, 1, 0, 0}},
-    {"float2", {1, 136, 2, 0, 0}},    {"sw128", {1, 136, 2, 1, 0}}, {"union", {1, 136, 2, 0, 1}},
-    {"union_sw128", {1, 136, 2, 1, 1}},
+    {"roundtrip", {0, 128, 1, 0, 0, 0}}, {"movm", {1, 128, 1, 0, 0, 0}},     {"pad132", {1, 132, 1, 0, 0, 0}},
+    {"float2", {1, 136, 2, 0, 0, 0}},    {"sw128", {1, 136, 2, 1, 0, 0}},    {"diagonal", {1, 136, 2, 0, 1, 0}},
+    {"union", {1, 136, 2, 0, 0, 1}},     {"union_sw128", {1, 136, 2, 1, 0, 1}},
 };
 
 // ---- inputs and the reference -------------------------------------------------------------------------------------
@@ -396,19 +411,20 @@ Experiment prepare(Case& c) {
   for (const Variant& v : kVariants)
     if (c.variant == v.name) variant = &v;
   if (!variant)
-    fail(2, "variant '" + c.variant + "' is none of roundtrip, movm, pad132, float2, sw128, union, union_sw128");
+    fail(2, "variant '" + c.variant +
+                "' is none of roundtrip, movm, pad132, float2, sw128, diagonal, union, union_sw128");
   const int tokens = c.get("tokens", 1000), sequences = c.get("sequences", 1), heads = c.get("heads", 4);
   const int seed = c.get("seed", 0);
   const Form& f = variant->form;
   const Form form{c.get("movm", f.movm), c.get("stage_stride", f.stride), c.get("stage_vec", f.vec),
-                  c.get("swizzle", f.swizzle), c.get("union", f.united)};
+                  c.get("swizzle", f.swizzle), c.get("diagonal", f.diagonal), c.get("union", f.united)};
   if (tokens < 1 || sequences < 1 || heads < 1 || heads > 65535 ||
       static_cast<int64_t>(tokens) * sequences * heads > 1 << 20)
     fail(2, c.text + ": tokens, sequences and heads must be at least 1, their product at most 2^20");
   const void* kernel = nullptr;
   for (const Instance& i : kInstances)
     if (i.form.movm == form.movm && i.form.stride == form.stride && i.form.vec == form.vec &&
-        i.form.swizzle == form.swizzle && i.form.united == form.united)
+        i.form.swizzle == form.swizzle && i.form.diagonal == form.diagonal && i.form.united == form.united)
       kernel = i.kernel;
   if (!kernel) fail(2, c.text + ": this combination is not instantiated");
 

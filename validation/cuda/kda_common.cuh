@@ -13,6 +13,7 @@ constexpr int kC = 16, kD = 128, kThreads = 256;  // tokens of a tile, channels 
 #define STS64(a, x, y) asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory")
 // Volatile: ptxas merges two neighbouring words into one STS.64 otherwise, asm volatile or not.
 #define STS32_ALONE(a, v) asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(a), "r"(v) : "memory")
+#define CP_ASYNC_CA(a, p) asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(a), "l"(p) : "memory")
 #define LDSM_X4_TRANS(d0, d1, d2, d3, a) \
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" \
                : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3) : "r"(a) : "memory")
