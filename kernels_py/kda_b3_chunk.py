@@ -221,14 +221,16 @@ class Chunk:
     # ---- epilogue: [16, 16] x [16, 128] in fp32 --------------------------------------------------------------------
 
     def epilogue_by_one(self):
-        """Output tid + 256 i: a warp on 32 columns of one row."""
+        """Output tid + 256 i: a warp on 32 columns of one row. Operands one by one, the row's dM and dF by float4."""
         cta = self.cta
         for i in range(C * D // THREADS):
             row, column = (cta.tid + THREADS * i) // D, cta.tid % D
             dqd = dki = dkd = np.zeros((1, 1, 32), np.float32)
             for j in range(C):
                 qd, kd, ki = (cta.load(self.operands[x, j, column], site=f"E.{n}.lds") for x, n in enumerate(OPERANDS))
-                dM, dF = (cta.load(self.small[x, row, j], site=f"E.{n}.row.lds") for x, n in MASKS)
+                if j % 4 == 0:
+                    rows = [cta.load(self.small[x, row, j], vec=4, site=f"E.{n}.row.lds") for x, n in MASKS]
+                dM, dF = (four[..., j % 4] for four in rows)
                 dMt, dFt = (cta.load(self.small[x, j, row], site=f"E.{n}.column.lds") for x, n in MASKS)
                 dqd, dki, dkd = dqd + dM * ki, dki + dMt * qd + dFt * kd, dkd + dF * ki
             dqd = dqd + cta.load(self.scratch[DQD, row, column], site="E.dqd.lds")
@@ -245,7 +247,9 @@ class Chunk:
             for j in range(C):
                 qd, kd, ki = (cta.load(self.operands[x, j, column], vec=4, site=f"E.{n}.lds")
                               for x, n in enumerate(OPERANDS))
-                dM, dF = (cta.load(self.small[x, row, j], site=f"E.{n}.row.lds")[..., None] for x, n in MASKS)
+                if j % 4 == 0:
+                    rows = [cta.load(self.small[x, row, j], vec=4, site=f"E.{n}.row.lds") for x, n in MASKS]
+                dM, dF = (four[..., j % 4, None] for four in rows)
                 dMt, dFt = (value[..., None] for value in columns[j])
                 dqd, dki, dkd = dqd + dM * ki, dki + dMt * qd + dFt * kd, dkd + dF * ki
             dqd = dqd + cta.load(self.scratch[DQD, row, column], vec=4, site="E.dqd.lds")

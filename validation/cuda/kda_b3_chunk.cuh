@@ -175,20 +175,20 @@ __global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors 
 #pragma unroll 1
     for (int i = 0; i < kC * kD / kThreads; ++i) {
       const int r = tid / kD + 2 * i, c = tid % kD;
-      float dqd = 0, dki = 0, dkd = 0, base;
+      float dqd = 0, dki = 0, dkd = 0, base, dM[4], dF[4];
 #pragma unroll
       for (int j = 0; j < kC; ++j) {
-        float qd, kd, ki, dM, dF, dMt, dFt;
+        float qd, kd, ki, dMt, dFt;
         LDS_F32(qd, shared + At::operand(kQdOperand, j, c));  // @site E.qd.lds
         LDS_F32(kd, shared + At::operand(kKdOperand, j, c));  // @site E.kd.lds
         LDS_F32(ki, shared + At::operand(kKiOperand, j, c));  // @site E.ki.lds
-        LDS_F32(dM, shared + At::small(kDM, r, j));           // @site E.dM.row.lds
-        LDS_F32(dF, shared + At::small(kDF, r, j));           // @site E.dF.row.lds
+        if (j % 4 == 0) LDS_F128(dM, shared + At::small(kDM, r, j));  // @site E.dM.row.lds
+        if (j % 4 == 0) LDS_F128(dF, shared + At::small(kDF, r, j));  // @site E.dF.row.lds
         LDS_F32(dMt, shared + At::small(kDM, j, r));          // @site E.dM.column.lds
         LDS_F32(dFt, shared + At::small(kDF, j, r));          // @site E.dF.column.lds
-        dqd = fmaf(dM, ki, dqd);
+        dqd = fmaf(dM[j % 4], ki, dqd);
         dki = fmaf(dFt, kd, fmaf(dMt, qd, dki));
-        dkd = fmaf(dF, ki, dkd);
+        dkd = fmaf(dF[j % 4], ki, dkd);
       }
       LDS_F32(base, shared + At::scratch(kDqd, r, c));        // @site E.dqd.lds
       STS_F32(shared + At::scratch(kDqd, r, c), dqd + base);  // @site E.dqd.sts
@@ -199,24 +199,24 @@ __global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors 
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       const int r = warp + 8 * i, c = 4 * lane;
-      float dqd[4] = {}, dki[4] = {}, dkd[4] = {}, base[4], dMt[kC], dFt[kC];
+      float dqd[4] = {}, dki[4] = {}, dkd[4] = {}, base[4], dMt[kC], dFt[kC], dM[4], dF[4];
 #pragma unroll
       for (int j = 0; j < kC; ++j) LDS_F32(dMt[j], shared + At::small(kDM, j, r));  // @site E.dM.column.lds
 #pragma unroll
       for (int j = 0; j < kC; ++j) LDS_F32(dFt[j], shared + At::small(kDF, j, r));  // @site E.dF.column.lds
 #pragma unroll
       for (int j = 0; j < kC; ++j) {
-        float qd[4], kd[4], ki[4], dM, dF;
+        float qd[4], kd[4], ki[4];
         LDS_F128(qd, shared + At::operand(kQdOperand, j, c));   // @site E.qd.lds
         LDS_F128(kd, shared + At::operand(kKdOperand, j, c));   // @site E.kd.lds
         LDS_F128(ki, shared + At::operand(kKiOperand, j, c));   // @site E.ki.lds
-        LDS_F32(dM, shared + At::small(kDM, r, j));             // @site E.dM.row.lds
-        LDS_F32(dF, shared + At::small(kDF, r, j));             // @site E.dF.row.lds
+        if (j % 4 == 0) LDS_F128(dM, shared + At::small(kDM, r, j));  // @site E.dM.row.lds
+        if (j % 4 == 0) LDS_F128(dF, shared + At::small(kDF, r, j));  // @site E.dF.row.lds
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
-          dqd[n] = fmaf(dM, ki[n], dqd[n]);
+          dqd[n] = fmaf(dM[j % 4], ki[n], dqd[n]);
           dki[n] = fmaf(dFt[j], kd[n], fmaf(dMt[j], qd[n], dki[n]));
-          dkd[n] = fmaf(dF, ki[n], dkd[n]);
+          dkd[n] = fmaf(dF[j % 4], ki[n], dkd[n]);
         }
       }
       LDS_F128(base, shared + At::scratch(kDqd, r, c));         // @site E.dqd.lds

@@ -23,7 +23,8 @@
                ::"r"(a), "f"((v)[0]), "f"((v)[1]), "f"((v)[2]), "f"((v)[3]) : "memory")
 #define RED_F32(p, v) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory")
 
-// What a thread of K1 moves at once: four neighbouring floats, one by one (K1 = 0) or as a float4 ...
+// What a thread of K1 moves at once: four neighbouring floats, one by one (K1 = 0) or as a float4. gridDim.z is 1, which
+// the compiler cannot know: it would make four shared accesses side by side into one, volatile or not.
 #define K1_FOUR(scalar, vector)                                   \
   do {                                                                         \
     if (K1) {                                                                  \
@@ -32,11 +33,11 @@
       _Pragma("unroll") for (int n = 0; n < 4; ++n) scalar;                    \
     }                                                                          \
   } while (0)
-#define K1_LDS(d, a) K1_FOUR(LDS_F32((d)[n], (a) + 4 * n), LDS_F128(d, a))
-#define K1_STS(a, v) K1_FOUR(STS_F32((a) + 4 * n, (v)[n]), STS_F128(a, v))
+#define K1_LDS(d, a) K1_FOUR(LDS_F32((d)[n], (a) + 4 * n * gridDim.z), LDS_F128(d, a))
+#define K1_STS(a, v) K1_FOUR(STS_F32((a) + 4 * n * gridDim.z, (v)[n]), STS_F128(a, v))
 #define K1_LDG(d, p) K1_FOUR(LDG_F32((d)[n], (p) + n), LDG_F128(d, p))
 #define K1_STG(p, v) K1_FOUR(STG_F32((p) + n, (v)[n]), STG_F128(p, v))
-// ... and its 8 bf16 of a row that begins at p, in the order of its two quads.
+// The thread's 8 bf16 of a row that begins at p, in the order of its two quads.
 #define K1_LDG_BF16(d, p)                                                                                     \
   do {                                                                                                        \
     if (K1 == 1) LDG128((d), (p) + quad_column<K1>(0));                                                       \
