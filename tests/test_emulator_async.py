@@ -166,10 +166,13 @@ steps = st.one_of(
     st.tuples(st.just("read"), st.integers(0, SLOTS - 1)),
 )
 TWICE = [("copy", 0), ("commit", 0), ("copy", 0), ("commit", 0), ("wait", 1), ("read", 0)]
+APART = [(("copy", 0), "all"), (("commit", 0), "warp 0"), (("wait", 0), "all"), (("read", 0), "warp 0"),
+         (("read", 0), "all")]
 masks = st.sampled_from(("all", "all", "warp 0", "warp 1", "even lanes", "first half"))
 
 
 @settings(max_examples=150, deadline=None)
+@example(program=APART)  # warp 1 committed nothing
 @example(program=[(step, "all") for step in TWICE])  # what landed lies under a copy that has not
 @given(program=st.lists(st.tuples(steps, masks), min_size=3, max_size=14))
 def test_groups_of_each_thread_follow_the_model(program):
