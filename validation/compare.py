@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,11 @@ def compare_totals(totals: Mapping[str, float], table: CounterTable, hardware: b
     for name, metric in METRICS.items():
         if name in totals and (metric.exact or hardware):
             predicted, unmodelled = metric.predict(table)
-            kind = "sass" if metric.exact else "hardware"
-            rows.append(Comparison(LAUNCH, name, predicted, totals[name], kind, 0.0, unmodelled, metric.exact))
+            row = Comparison(LAUNCH, name, predicted, totals[name], unmodelled=unmodelled)
+            if not metric.exact:
+                noise = "" if unmodelled else f"{totals[name] - predicted:+,.0f} of arbitration"
+                row = replace(row, kind="hardware", decides=False, why=noise)
+            rows.append(row)
     return rows
 
 

@@ -23,6 +23,7 @@ from validation.exceptions import explain, read_exceptions
 from validation.published import PUBLISHED, compare_case, read_cases
 
 SHIPPED = Path(str(files("validation")))
+LISTED = ("different", "explained", "shown")  # verdicts of numbers that are printed without --all-sites
 SUMMARY = (
     Column("gpu", "GPU", text=True),
     Column("kernel", "kernel", text=True),
@@ -58,7 +59,7 @@ class Check:
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME|all", help="The GPU that measured.")
 @click.option("--case", "pattern", metavar="PATTERN", help="Only the cases that match, as '*,m=512,*'.")
 @click.option("--all-sites", is_flag=True, help="Print every site, not only those that differ.")
-@click.option("--hardware", is_flag=True, help="Show the l1tex__* counters too; they are noisy and decide nothing.")
+@click.option("--hardware", is_flag=True, help="Show the l1tex__* counters and their noise too; they decide nothing.")
 @click.option("--threads", type=click.IntRange(1), help="Threads to use.  [default: the processor's cores]")
 @click.option("--measured", type=click.Path(path_type=Path), metavar="DIR",
               help="Folder with GPU/KERNEL.json of validation.measure.  [default: what ships with simgpu]")
@@ -95,7 +96,7 @@ def validate(ctx, kernels, gpu, pattern, all_sites, hardware, threads, measured,
         raise SimError(f"no case matches {pattern!r}")
     explained = read_exceptions(exceptions or SHIPPED / "exceptions.toml")
     outcomes = explain(outcomes, explained, complete=pattern is None)
-    report(outcomes, notes, all_sites or hardware, fmt)
+    report(outcomes, notes, all_sites, fmt)
     if any(outcome.different for outcome in outcomes):
         ctx.exit(1)
 
@@ -158,13 +159,13 @@ def report(outcomes: list[Outcome], notes: list[str], everything: bool, fmt: str
     for outcome in outcomes:
         head = {"gpu": outcome.gpu, "kernel": outcome.kernel, "case": outcome.case}
         every = everything or outcome.kernel == PUBLISHED  # whose rows each say what kind of counter was published
-        rows = [row.as_dict() for row in outcome.comparisons if every or row.verdict in ("different", "explained")]
+        rows = [row.as_dict() for row in outcome.comparisons if every or row.verdict in LISTED]
         details += [head | row | {"verdict": ": ".join(filter(None, (row["verdict"], row["why"])))} for row in rows]
         summary.append(head | outcome.tally() | {"comparisons": rows})
     total = {"gpu": "all", "kernel": "", "case": ""}
     total |= {name: sum(row[name] for row in summary) for name in ("sites", *VERDICTS)}
     kernels = [_by_kernel(kernel, summary) for kernel in dict.fromkeys((row["gpu"], row["kernel"]) for row in summary)]
-    verdict = f"{total['sites']:,} sites compared in {len(summary):,} cases: " + ", ".join(
+    verdict = f"{total['sites']:,} sites compared in {_cases(len(summary))}: " + ", ".join(
         f"{total[name]:,} {name}" for name in reversed(VERDICTS) if total[name]
     )
     if fmt == "csv":
@@ -174,15 +175,21 @@ def report(outcomes: list[Outcome], notes: list[str], everything: bool, fmt: str
     else:
         emit(fmt, SUMMARY, [_blank(row) for row in summary], title="cases")
         if details:
+            click.echo()
             emit(fmt, DETAIL, details, title="numbers" if everything else "numbers that differ, and published ones")
+        click.echo()
         rows = [_blank(row) for row in kernels]
         emit(fmt, SUMMARY, rows, footer=_blank(total), notes=[*notes, verdict], title="sums")
 
 
 def _by_kernel(name: tuple[str, str], summary: list[dict]) -> dict:
     rows = [row for row in summary if (row["gpu"], row["kernel"]) == name]
-    head = {"gpu": name[0], "kernel": name[1], "case": f"{len(rows)} cases"}
+    head = {"gpu": name[0], "kernel": name[1], "case": _cases(len(rows))}
     return head | {column: sum(row[column] for row in rows) for column in ("sites", *VERDICTS)}
+
+
+def _cases(number: int) -> str:
+    return f"{number:,} case" + "s" * (number != 1)
 
 
 def _blank(row: dict) -> dict:
