@@ -132,6 +132,13 @@ def test_a_kernel_of_ones_own_needs_no_registration():
     assert [row["n_way"] for row in count] == ["1.0", "2.0"] and count[0]["where"].startswith("own.py:")
 
 
+def test_a_name_the_output_cannot_hold_is_escaped():
+    os.rename("own.py", "tuil\xe9.py")
+    for fmt in ("table", "csv", "md"):
+        result = CliRunner(charset="ascii").invoke(main, ["conflicts", "tuil\xe9.py:strided", "--format", fmt])
+        assert result.exit_code == 0 and "tuil\\xe9.py:" in result.stdout
+
+
 def test_the_occupancy_line_is_the_models():
     fit = occupancy(load_gpu("h20"), threads=64, registers=40, shared_bytes=256)
     text = run("own.py:strided").stdout
