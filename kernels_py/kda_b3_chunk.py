@@ -47,7 +47,7 @@ class Plan:
             raise SimError(f"kda_b3: scratch_stride is {self.scratch_stride}, no multiple of 4 from {D} on")
 
 
-def tile_layout(plan: Plan, tiles: int):
+def tile_layout(plan: Plan):
     """Element offsets of the bf16 tiles, [tiles, 16, 128]: 4 KB apart, each under the plan's layout."""
     name = TILE_LAYOUTS[plan.tile]
     table = tabulate(tile_to_shape(gmma_atom(name, 2), (C, D)) if name else None, (C, D))
@@ -98,7 +98,7 @@ class Chunk:
         self.exists, self.leader = self.row < self.rows, cta.tid % 16 == 0
 
         tiles = 6 if plan.opt2 else 8
-        self.tiles = cta.shared("tiles", bfloat16, (tiles, C, D), tile_layout(plan, tiles), align=1024)
+        self.tiles = cta.shared("tiles", bfloat16, (tiles, C, D), tile_layout(plan), align=1024)
         self.operands = cta.shared("operands", float32, (3, C, D), alias_of=self.tiles if plan.union else ())
         stride = plan.scratch_stride
         self.scratch = cta.shared("scratch", float32, (5, C, D), lambda tile, r, c: (C * tile + r) * stride + c)
