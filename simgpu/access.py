@@ -33,7 +33,7 @@ class MemoryAccess(Lockstep):
         super().__init__(launch, ctas, sink, sites)
         self._extents: dict[str, tuple[int, int]] = {}  # shared tensors: first byte, byte after the last
         self._shared_limit, self._global = shared_limit, memory
-        self._shared = SharedMemory(self.shape, -(-shared_limit // 16) * 16) if memory else None
+        self._shared = SharedMemory(self.shape) if memory else None
         self._bases, base = {}, 0
         for tensor in launch.tensors:
             self._bases[tensor] = base + tensor.byte_offset

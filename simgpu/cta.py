@@ -77,6 +77,8 @@ class CTA(MemoryAccess):
             raise SimError(
                 f"shared tensor {name!r}: {end} bytes of shared memory exceed the {self._shared_limit} a block may have"
             )
+        if self._shared:
+            self._shared.reserve(self.shared_bytes)
         return tensor
 
     # ---- loads, stores, atomics --------------------------------------------------------------------------

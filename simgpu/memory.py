@@ -102,12 +102,18 @@ class _Copy:
 class SharedMemory(Bytes):
     """One CTA batch's shared memory: bytes, the state of each byte, and the cp.async groups of each thread."""
 
-    def __init__(self, shape: tuple[int, int, int], nbytes: int):
-        super().__init__(np.zeros((shape[0], nbytes), np.uint8))
+    def __init__(self, shape: tuple[int, int, int]):
+        super().__init__(np.zeros((shape[0], 0), np.uint8))
         self.shape = shape
-        self.state = Bytes(np.zeros((shape[0], nbytes), np.uint8))
+        self.state = Bytes(np.zeros((shape[0], 0), np.uint8))
         self.committed = np.zeros(shape, np.int64)
         self.copies: list[_Copy] = []
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for ``nbytes``: what a kernel allocates, because clearing all that it might is slow."""
+        more = -(-nbytes // 16) * 16 - self.data.shape[1]
+        if more > 0:
+            self.data, self.state.data = (np.pad(part, ((0, 0), (0, more))) for part in (self.data, self.state.data))
 
     def mark(self, address: np.ndarray, width: int, mask: np.ndarray | None, state: int = WRITTEN) -> None:
         """Set the state of ``width`` bytes at each active lane's address."""
