@@ -67,16 +67,19 @@ def _table() -> dict[str, Instruction]:
         for trans in ("", ".trans"):
             rows.append(Instruction(f"ldmatrix.x{n}{trans}", "ldmatrix", (16,), shared=True, matrices=n))
             rows.append(Instruction(f"stmatrix.x{n}{trans}", "stmatrix", (16,), shared=True, matrices=n))
-    # Shared atomics: add/exch/cas on 32 bits are measured. Float and 64-bit forms compile to other
-    # sequences (a compare-and-swap loop for shared float add), so they carry no rule.
-    for verb in ("atom.shared.add.u32", "red.shared.add.u32", "atom.shared.exch.b32"):
-        rows.append(Instruction(verb, "atoms", (4,), shared=True))
+    # Float and 64-bit adds on shared memory compile to a loop of loads and compare-and-swaps, whose trips depend on
+    # who wins: they carry no rule.
+    rows.append(Instruction("red.shared.add.u32", "atoms", (4,), shared=True))
+    for verb in ("add.u32", "exch.b32", "min.u32", "max.u32", "and.b32", "or.b32", "xor.b32", "inc.u32"):
+        rows.append(Instruction(f"atom.shared.{verb}", "atoms", (4,), shared=True))
+    rows.append(Instruction("atom.shared.exch.b64", "atoms", (8,), shared=True))
     rows.append(Instruction("atom.shared.cas.b32", "atoms.cas", (4,), shared=True))
+    rows.append(Instruction("atom.shared.cas.b64", "atoms.cas", (8,), shared=True))
     rows.append(Instruction("atom.shared.add.f32", "atoms", (4,), shared=True, proven=False))
-    for verb in ("atom.global.add.u32", "red.global.add.u32"):
+    for verb in ("atom.global.add.u32", "red.global.add.u32", "atom.global.add.f32", "red.global.add.f32",
+                 "atom.global.exch.b32", "atom.global.cas.b32"):
         rows.append(Instruction(verb, "atomg", (4,), global_=True))
-    for verb in ("atom.global.add.f32", "red.global.add.f32", "atom.global.exch.b32", "atom.global.cas.b32"):
-        rows.append(Instruction(verb, "atomg", (4,), global_=True, proven=False))
+    rows.append(Instruction("atom.global.add.u64", "atomg", (8,), global_=True))
     return {row.name: row for row in rows}
 
 

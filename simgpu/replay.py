@@ -145,7 +145,7 @@ def global_access(_: Instruction, width: int, masks, global_, out: Columns) -> i
 
 
 def global_atomic(_: Instruction, width: int, masks, global_, out: Columns) -> int:
-    return lanes.global_atomic(width, masks, global_, out.sectors, out.ideal_sectors)
+    return lanes.global_atomic(width, masks, global_, *out.arrays())
 
 
 def copy_through_l1(_: Instruction, width: int, masks, shared, global_, out: Columns) -> int:

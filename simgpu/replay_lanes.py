@@ -100,22 +100,33 @@ def fullest_bank(shift, mask, rows, access, first, last, lanes_on):
 
 @compiled
 def shared_atomic(passes, width, masks, shared, wavefronts, ideal):
-    """ATOMS: lanes on one bank take turns of ``passes`` wavefronts (compare-and-swap: 2)."""
+    """ATOMS: lanes of a group on one bank take turns of ``passes`` wavefronts (compare-and-swap: 2)."""
     lanes_on = np.empty(BANKS, np.int64)
+    group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
         mask = masks[access]
         if refuses(width, mask, shared, access):
             return access
-        turns = fullest_bank(WORD_SHIFT, mask, shared, access, 0, LANES, lanes_on)
+        turns = lanes = 0
+        for first in range(0, LANES, group):
+            turns += fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
+        for lane in range(LANES):
+            lanes += mask >> lane & 1
         wavefronts[access] = passes * turns
-        ideal[access] = passes * min(turns, 1)
+        ideal[access] = passes * full_lines(lanes, width)
     return -1
 
 
 @compiled
-def ideal_sectors(lanes, width):
-    """The fewest sectors that hold ``lanes`` distinct elements of ``width`` bytes."""
-    return lanes * width + SECTOR - 1 >> SECTOR_SHIFT
+def full_lines(lanes, width):
+    """The fewest wavefronts that carry ``lanes`` elements of ``width`` bytes."""
+    return lanes * width + LINE - 1 >> LINE_SHIFT
+
+
+@compiled
+def ideal_sectors(lanes, width, sectors):
+    """The fewest sectors that hold ``lanes`` distinct elements of ``width`` bytes, or those touched if fewer."""
+    return min(lanes * width + SECTOR - 1 >> SECTOR_SHIFT, sectors)
 
 
 @compiled
@@ -128,36 +139,70 @@ def global_access(width, masks, global_, sectors, ideal):
             return access
         lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
         sectors[access] = distinct(units, lanes)
-        ideal[access] = ideal_sectors(lanes, width)
+        ideal[access] = ideal_sectors(lanes, width, sectors[access])
     return -1
 
 
 @compiled
-def global_atomic(width, masks, global_, sectors, ideal):
-    """ATOMG and RED: a sector is sent once per lane on its most wanted word."""
-    words = np.empty(LANES, np.int64)
-    to_sector = SECTOR_SHIFT - WORD_SHIFT
+def global_atomic(width, masks, global_, sectors, ideal, unmodelled):
+    """ATOMG and RED: a sector is sent once per lane on its most wanted element."""
+    elements = np.empty(LANES, np.int64)
+    shift = log2(width)
+    to_sector, to_line = SECTOR_SHIFT - shift, LINE_SHIFT - shift
     for access in range(len(masks)):
         mask = masks[access]
         if refuses(width, mask, global_, access):
             return access
-        lanes = sort_active(WORD_SHIFT, mask, global_, access, words)
-        sent = on_word = most = 0
+        lanes = sort_active(shift, mask, global_, access, elements)
+        sent = on_element = most = touched = lines = 0
         for i in range(lanes):
-            on_word = on_word + 1 if i and words[i] == words[i - 1] else 1
-            if i and words[i] >> to_sector != words[i - 1] >> to_sector:
+            on_element = on_element + 1 if i and elements[i] == elements[i - 1] else 1
+            if i == 0 or elements[i] >> to_sector != elements[i - 1] >> to_sector:
                 sent += most
                 most = 0
-            most = max(most, on_word)
-        sectors[access] = sent + most
-        ideal[access] = ideal_sectors(lanes, width)
+                touched += 1
+                lines += i == 0 or elements[i] >> to_line != elements[i - 1] >> to_line
+            most = max(most, on_element)
+        known = lines <= 3 or not crowded(elements, lanes, to_sector, to_line)
+        sectors[access] = sent + most if known else -1
+        ideal[access] = ideal_sectors(lanes, width, touched)
+        unmodelled[access] = not known
     return -1
 
 
 @compiled
+def crowded(elements, count, to_sector, to_line):
+    """Whether a sector with several wanted elements meets another line at the same place within the line."""
+    within = (1 << to_line) - 1
+    for i in range(count):
+        several = elsewhere = False
+        for j in range(count):
+            several |= elements[i] != elements[j] and elements[i] >> to_sector == elements[j] >> to_sector
+            elsewhere |= elements[i] != elements[j] and elements[i] & within == elements[j] & within
+        if several and elsewhere:
+            return True
+    return False
+
+
+@compiled
+def most_in_the_way(shift, mask, shared, global_, access, first, last):
+    """The most lanes first..last-1, itself included, that one of them meets on a shared or a global bank."""
+    most = 0
+    for lane in range(first, last):
+        meets = 0
+        for other in range(first, last):
+            if mask >> lane & mask >> other & 1:
+                same_target = (shared[access, lane] ^ shared[access, other]) & LINE - 1
+                same_source = (global_[access, lane] ^ global_[access, other]) & LINE - 1
+                meets += same_target >> shift == 0 or same_source >> shift == 0
+        most = max(most, meets)
+    return most
+
+
+@compiled
 def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
-    """cp.async.ca: per group max(s, g) of the two sides' fullest banks, where one of them is 1."""
-    units, ring, lanes_on = np.empty(LANES, np.int64), np.empty(2 * LANES, np.int64), np.empty(BANKS, np.int64)
+    """cp.async.ca: per group, the most lanes in one lane's way: on its shared bank or its bank of a global line."""
+    units, lanes_on = np.empty(LANES, np.int64), np.empty(BANKS, np.int64)
     group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
         mask = masks[access]
@@ -165,19 +210,17 @@ def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, l
             return access
         lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
         sectors[access] = distinct(units, lanes)
-        least_sectors[access] = ideal_sectors(lanes, width)
-        passes = groups = 0
-        known = True
+        least_sectors[access] = ideal_sectors(lanes, width, sectors[access])
+        passes = 0
         for first in range(0, LANES, group):
             s = fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
             g = fullest_bank(shift, mask, global_, access, first, first + group, lanes_on)
-            if g > 1:  # lanes on one global address are on one bank
-                known &= s == 1 and not repeats(mask, global_, access, first, first + group, ring)
-            passes += max(s, g)
-            groups += min(s, 1)
-        wavefronts[access] = passes if known else -1
-        ideal[access] = groups if known else -1
-        unmodelled[access] = not known
+            if min(s, g) > 1:  # else the lanes in the way are those of the one side that conflicts
+                passes += most_in_the_way(shift, mask, shared, global_, access, first, first + group)
+            else:
+                passes += max(s, g)
+        wavefronts[access] = passes
+        ideal[access] = full_lines(lanes, width)
     return -1
 
 
@@ -191,21 +234,32 @@ def find(first, second, count, wanted_first, wanted_second):
 
 
 @compiled
+def written_before(mask, shared, access, lane):
+    """Whether an active lane before ``lane`` has its target."""
+    found = False
+    for earlier in range(lane):
+        found |= mask >> earlier & 1 and shared[access, earlier] == shared[access, lane]
+    return found
+
+
+@compiled
 def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
-    """cp.async.cg: distinct (row, line, kind of the moves, parity) over the (block, sector) pairs."""
-    ring = np.empty(2 * LANES, np.int64)
+    """cp.async.cg: (row, line, kind of the moves, parity) over the (block, sector) pairs, sectors repeated or not."""
+    units, ring = np.empty(LANES, np.int64), np.empty(2 * LANES, np.int64)
     block, sector, kind = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    row, line = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    row, line, deep = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    wave_of = np.empty(LANES, np.int64)
     chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
     for access in range(len(masks)):
         mask = masks[access]
         if refuses(width, mask, shared, access) or refuses(width, mask, global_, access):
             return access
-        known = not (repeats(mask, shared, access, 0, LANES, ring) or repeats(mask, global_, access, 0, LANES, ring))
-        lanes = pairs = 0
+        lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
+        least_sectors[access] = ideal_sectors(lanes, width, distinct(units, lanes))
+        repeated = repeats(mask, shared, access, 0, LANES, ring)
+        pairs = 0
         for lane in range(LANES):
-            if mask >> lane & 1:
-                lanes += 1
+            if mask >> lane & 1 and not (repeated and written_before(mask, shared, access, lane)):
                 target, source = shared[access, lane], global_[access, lane]
                 pair = find(block, sector, pairs, target >> SECTOR_SHIFT, source >> SECTOR_SHIFT)
                 if pair < 0:
@@ -214,17 +268,26 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
                     pairs += 1
                 # The kind is a set of half -> half moves: one bit for each of the four.
                 kind[pair] |= 1 << ((source >> chunk & 1) * 2 + (target >> chunk & 1))
-        waves = 0
+        waves = groups = twice = 0
         for pair in range(pairs):
-            # Kind and parity ride in the low bits of the row, so that a wavefront is a pair of numbers too.
+            twice += kind[pair] & 3 == 3 or kind[pair] >> 2 == 3  # one half feeds both halves of the block
+            # Kind and parity ride in the low bits of the row, so that a group is a pair of numbers too.
             parity = (block[pair] ^ sector[pair]) & 1
             tagged = (block[pair] >> to_line) * 32 + kind[pair] * 2 + parity
-            if find(row, line, waves, tagged, sector[pair] >> to_line) < 0:
-                row[waves], line[waves] = tagged, sector[pair] >> to_line
+            group = find(row, line, groups, tagged, sector[pair] >> to_line)
+            if group < 0:
+                group = groups
+                row[group], line[group], deep[group] = tagged, sector[pair] >> to_line, 0
+                groups += 1
+            wave_of[pair] = group
+            from_sector = 0
+            for other in range(pair + 1):
+                from_sector += wave_of[other] == group and sector[other] == sector[pair]
+            if from_sector > deep[group]:
+                deep[group] = from_sector
                 waves += 1
-        sectors[access] = pairs
-        least_sectors[access] = ideal_sectors(lanes, width)
-        wavefronts[access] = waves if known else -1
-        ideal[access] = lanes * width + LINE - 1 >> LINE_SHIFT if known else -1
-        unmodelled[access] = not known
+        sectors[access] = pairs + twice
+        wavefronts[access] = waves if not twice else -1
+        ideal[access] = full_lines(lanes, width) if not twice else -1
+        unmodelled[access] = twice > 0
     return -1
