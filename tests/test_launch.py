@@ -195,13 +195,13 @@ def test_an_exception_in_a_kernel_names_its_statement(body, mode):
     assert "\n" not in message and caught.value.__cause__ is not None
 
 
-def test_an_exception_in_a_helper_names_the_helpers_statement():
-    def helper(cta):
+def test_an_exception_in_a_function_of_the_kernel_names_that_statement():
+    def part(cta):
         return {}["missing"]
 
-    with pytest.raises(SimError, match=rf"kernel 'body' \(test_launch.py:{helper.__code__.co_firstlineno + 1}\): Key"):
+    with pytest.raises(SimError, match=rf"kernel 'body' \(test_launch.py:{part.__code__.co_firstlineno + 1}\): Key"):
         def body(cta):
-            helper(cta)
+            part(cta)
 
         simulate(Launch(body, 1, 32))
 

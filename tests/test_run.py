@@ -244,6 +244,15 @@ def test_memory_stays_flat_on_a_grid_of_millions_of_ctas():
     assert int(run.stdout) < 500_000  # KiB; the bound of the project is 1 GB
 
 
+def test_shared_memory_is_that_of_the_cta_that_allocates_most():
+    def body(cta):
+        cta.shared("tile", float32, (256 if (cta.bx == 1).any() else 32,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        batches_of(patch, 1)
+        assert simulate(Launch(body, 3, 32), mode="values").shared_bytes == 1024
+
+
 def test_a_batch_of_one_cta_per_warp_is_a_batch_still():
     kernel, variant = find("patterns@column")
     table = simulate(kernel.launch(variant, ctas=1000), mode="addresses").table
