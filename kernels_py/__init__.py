@@ -10,13 +10,15 @@ from simgpu.launch import Kernel, load_kernel
 def registered() -> dict[str, Kernel]:
     """Every kernel that ships with simgpu, by name."""
     from kernels_py.hgemm_ladder import hgemm_ladder
+    from kernels_py.kda_b0 import kda_b0
     from kernels_py.kda_b1 import kda_b1
+    from kernels_py.kda_b2 import kda_b2
     from kernels_py.kda_b3 import kda_b3
     from kernels_py.patterns import patterns
     from kernels_py.smem_to_reg import smem_to_reg
     from kernels_py.transpose import transpose
 
-    return {made.name: made for made in (hgemm_ladder, kda_b1, kda_b3, patterns, smem_to_reg, transpose)}
+    return {made.name: made for made in (hgemm_ladder, kda_b0, kda_b1, kda_b2, kda_b3, patterns, smem_to_reg, transpose)}
 
 
 def find(text: str) -> tuple[Kernel, str | None]:

@@ -1,0 +1,130 @@
+"""KDA backward B0: p[k] = sum_d dS[k, d] S_in[d, k], the part of the gate's gradient that needs both states.
+
+Mathematics, inputs and bounds: :mod:`kernels_py.kda_reference`. CUDA twins: ``validation/cuda/kda_b0.cu`` and, inside
+B2, ``kda_b2.cu``. One CTA of 256 threads a (tile, head). The diagonal of a matrix product: dS is read along its rows,
+S_in along its columns, so one of the two has to be in shared memory.
+
+By warp. Warp w owns keys 16w .. 16w + 15 and takes them one after another. A lane multiplies 4 pairs, the warp adds
+them up by butterfly; lane i keeps the sum of key i, and 16 lanes store 64 bytes at the end. Where the lanes' values d
+lie: ``width`` 1, four loads 32 apart, each a coalesced 64 bytes of dS; 4, one load of 4 neighbours (``l13``). Four
+bf16 are 8 bytes; for the 16 bytes that the documents name, ``width`` 8 gives half a warp a key and a lane 8 pairs.
+The other operand's elements are 2-byte loads in any case, and the choice moves their banks.
+
+``b0alone``: a kernel of its own, S copied into shared memory as B2 does, dS streaming. ``l12``: as if folded into B1,
+where dS is the resident state, and S streams: a lane's elements are rows apart, 256 bytes. Here it stands alone, with
+B1's copy of dS in front.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from kernels_py.kda_b1 import DS_VIEWS, THREADS, D, tile_table, tiled
+from kernels_py.kda_reference import BOUND, b2, kernel_inputs, kernel_outputs, make_problem
+from simgpu.errors import SimError
+from simgpu.launch import Launch, kernel
+from simgpu.tensor import GlobalTensor, bfloat16, float32
+
+REGISTERS = {}
+KEYS = D * 32 // THREADS  # of a warp
+
+
+@kernel(b0alone={}, l13={"width": 4}, l13_16bytes={"width": 8}, l12={"l12": 1})
+def kda_b0(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int = 0, width: int = 1,
+           l12: int = 0) -> Launch:
+    """KDA backward B0 by itself: p of one (tile, head) a CTA.
+
+    ``sequences`` of ``tokens`` tokens each. ``width``: neighbouring elements of dS that a lane loads at once (1, 4, 8).
+    ``l12`` 1: dS is in shared memory and S streams, as B0 folded into B1 would have it; ``width`` is 1 then.
+    Raises SimError for a size below 1 and for a choice there is no code for.
+    """
+    sizes("kda_b0", tokens, sequences, heads)
+    if width not in (1, 4, 8) or l12 not in (0, 1) or (l12 and width != 1):
+        raise SimError(f"kda_b0: width is {width}, l12 is {l12}; width is 1, 4 or 8, l12 0 or 1, and 1 needs width 1")
+    problem = partial(make_problem, [tokens] * sequences, heads, seed)
+    tiles = len(tile_table(tokens, sequences)[0])
+    args = [GlobalTensor(name, bfloat16, (tiles, heads, D, D),
+                         init=lambda name=name: kernel_inputs(problem(), "b2")[name]) for name in ("S_in", "dS")]
+    args.append(GlobalTensor("p", float32, (tiles, heads, D), init=lambda: kernel_outputs(problem(), "b2")["p"]))
+    return Launch(from_dS_resident if l12 else from_S_resident, grid=(tiles, heads), block=THREADS, args=(*args, width),
+                  registers=REGISTERS.get((width, l12)),
+                  check=lambda arrays: within_bounds("kda_b0", {"p": b2(problem(), BOUND)["p"]}, arrays))
+
+
+def sizes(name: str, tokens: int, sequences: int, heads: int):
+    """Raise SimError for a number of tokens, sequences or heads that no launch has."""
+    for what, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
+        if value < 1:
+            raise SimError(f"{name}: {what} is {value}, below 1")
+    if tokens * sequences >= 2**31:
+        raise SimError(f"{name}: {sequences} x {tokens} tokens; tile_start is an int32")
+
+
+def within_bounds(name: str, expected, arrays) -> bool:
+    """Whether every element of the ``expected`` outputs is as near as bf16 and fp32 explain; SimError where not."""
+    for output, bound in expected.items():
+        right = bound.holds(arrays[output])
+        if not right.all():
+            where = tuple(int(i) for i in np.argwhere(~right)[0])
+            raise SimError(f"{name}: {output}{list(where)} is {arrays[output][where]:.6g}, expected "
+                           f"{bound.value[where]:.6g} within {bound.error[where]:.2g}; "
+                           f"{int((~right).sum())} of {right.size} elements are wrong")
+    return True
+
+
+# ---- the CTA ---------------------------------------------------------------------------------------------------------
+
+
+def from_S_resident(cta, S_in, dS, p, width: int):
+    tile, head = cta.bx, cta.by
+    S = cta.shared("S", bfloat16, (D, D), tiled(*DS_VIEWS[0][0]), align=1024)
+    copy_state(cta, S, S_in, tile, head)
+    cta.cp_async_commit()
+    cta.cp_async_wait(0)
+    cta.sync()
+    p_by_warp(cta, S, dS, p, tile, head, width)
+
+
+def from_dS_resident(cta, S_in, dS, p, width: int):
+    tile, head = cta.bx, cta.by
+    shared = cta.shared("shared_dS", bfloat16, (D, D), tiled(*DS_VIEWS[0][0]), align=1024)
+    copy_state(cta, shared, dS, tile, head)
+    cta.cp_async_commit()
+    cta.cp_async_wait(0)
+    cta.sync()
+    mine = np.zeros((1, 1, 32), np.float32)
+    for i in range(KEYS):
+        key, total = KEYS * cta.warp + i, np.float32(0)
+        for j in range(4):
+            value = cta.lane + 32 * j
+            x = cta.load(shared[key, value], site="p.dS.load").astype(float32)
+            total = total + x * cta.load(S_in[tile, head, value, key], site="p.S.load").astype(float32)
+        mine = np.where(cta.lane == i, cta.warp_sum(total), mine)
+    with cta.where(cta.lane < KEYS):
+        cta.store(p[tile, head, KEYS * cta.warp + cta.lane], mine, site="p.store")
+
+
+def copy_state(cta, to, source, tile, head):
+    """A state in row-major order of its 16-byte chunks: a warp takes two rows at a time."""
+    for i in range(D * D // 8 // THREADS):
+        row, column = 16 * i + cta.tid // 16, cta.tid % 16 * 8
+        cta.cp_async(to[row, column], source[tile, head, row, column], site=f"{source.name}.cp")
+
+
+def p_by_warp(cta, S, dS, p, tile, head, width: int):
+    """p from S [value, key] in shared memory and dS [.., key, value] in global memory, ``width`` elements a load."""
+    lanes = 32 if width < 8 else 16  # of a key
+    part, slot = cta.lane // lanes, cta.lane % lanes
+    mine = np.zeros((1, 1, 32), np.float32)
+    for i in range(KEYS * lanes // 32):
+        key, total = KEYS * cta.warp + i * 32 // lanes + part, np.float32(0)
+        for first in (slot + 32 * j for j in range(4)) if width == 1 else (width * slot,):
+            x = cta.load(dS[tile, head, key, first], vec=width, site="p.dS.load").astype(float32)
+            for j in range(width):
+                s = cta.load(S[first + j, key], site="p.S.load").astype(float32)
+                total = total + (x if width == 1 else x[..., j]) * s
+        mine = np.where(slot == i, cta.warp_sum(total, lanes), mine)
+    with cta.where(slot < KEYS * lanes // 32):
+        cta.store(p[tile, head, KEYS * cta.warp + slot * 32 // lanes + part], mine, site="p.store")
