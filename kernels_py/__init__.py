@@ -18,7 +18,8 @@ def registered() -> dict[str, Kernel]:
     from kernels_py.smem_to_reg import smem_to_reg
     from kernels_py.transpose import transpose
 
-    return {made.name: made for made in (hgemm_ladder, kda_b0, kda_b1, kda_b2, kda_b3, patterns, smem_to_reg, transpose)}
+    kernels = hgemm_ladder, kda_b0, kda_b1, kda_b2, kda_b3, patterns, smem_to_reg, transpose
+    return {made.name: made for made in kernels}
 
 
 def find(text: str) -> tuple[Kernel, str | None]:

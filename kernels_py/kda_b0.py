@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from kernels_py.kda_b1 import DS_VIEWS, THREADS, D, tile_table, tiled
+from kernels_py.kda_b1 import THREADS, D, tile_table, tiled
 from kernels_py.kda_reference import BOUND, b2, kernel_inputs, kernel_outputs, make_problem
 from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
@@ -29,6 +29,7 @@ from simgpu.tensor import GlobalTensor, bfloat16, float32
 
 REGISTERS = {}
 KEYS = D * 32 // THREADS  # of a warp
+VIEW = tiled("K-INTER", (D, D))  # of the state in shared memory
 
 
 @kernel(b0alone={}, l13={"width": 4}, l13_16bytes={"width": 8}, l12={"l12": 1})
@@ -79,7 +80,7 @@ def within_bounds(name: str, expected, arrays) -> bool:
 
 def from_S_resident(cta, S_in, dS, p, width: int):
     tile, head = cta.bx, cta.by
-    S = cta.shared("S", bfloat16, (D, D), tiled(*DS_VIEWS[0][0]), align=1024)
+    S = cta.shared("S", bfloat16, (D, D), VIEW, align=1024)
     copy_state(cta, S, S_in, tile, head)
     cta.cp_async_commit()
     cta.cp_async_wait(0)
@@ -89,7 +90,7 @@ def from_S_resident(cta, S_in, dS, p, width: int):
 
 def from_dS_resident(cta, S_in, dS, p, width: int):
     tile, head = cta.bx, cta.by
-    shared = cta.shared("shared_dS", bfloat16, (D, D), tiled(*DS_VIEWS[0][0]), align=1024)
+    shared = cta.shared("shared_dS", bfloat16, (D, D), VIEW, align=1024)
     copy_state(cta, shared, dS, tile, head)
     cta.cp_async_commit()
     cta.cp_async_wait(0)
