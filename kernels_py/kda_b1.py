@@ -8,9 +8,9 @@ dvcorr's values. Row-wise work gives thread ``tid`` row tid / 16 and the 8 eleme
 way out gives a warp rows 2w and 2w + 1, a lane 4 columns of each.
 
 Steps. dS, M, INV, U and do by cp.async, one group. Meanwhile R1 rebuilds kr from raw k and gc, and each lane fetches
-beta of its accumulators' rows. Wait, barrier, the four products; then the three results lie staged in fp32 [16, 128]
-tiles, barrier, and leave in whole rows. Phantom rows are neither read nor written in global memory; those of U, do
-and kr are zeros in shared memory (0 times whatever lay there could be NaN).
+beta of its accumulators' rows. Wait, barrier, the four products; the results are staged in fp32 [16, 128] tiles,
+barrier, and leave in whole rows. Phantom rows are neither read nor written in global memory; those of U, do and kr
+are zeros in shared memory (0 times whatever lay there could be NaN).
 
 Operands. A by ldmatrix.x4: U and kr as they lie; M and INV transposed by ``.trans``. B by ldmatrix.x4, two n8 tiles
 at once: do and, for kr dS, dS by ``.trans``; for U dS^T, dS plain. dS is stored once: the plain read sees the K-INTER
@@ -73,9 +73,6 @@ class Form:
                            f"lane) from {D} to {MOST_STRIDE}")
 
 
-# A thread's registers by (movm, stage_vec, diagonal), from ptxas 13.0 for sm_90; the other fields change nothing.
-REGISTERS = {(0, 1, 0): 55, (0, 2, 0): 56, (1, 1, 0): 52, (1, 2, 0): 52, (1, 2, 1): 55}
-
 VARIANTS = {
     "roundtrip": {"movm": 0, "stage_stride": 128, "stage_vec": 1},
     "movm": {"stage_stride": 128, "stage_vec": 1},
@@ -85,6 +82,14 @@ VARIANTS = {
     "diagonal": {"diagonal": 1},
     "union": {"union": 1},
     "union_sw128": {"union": 1, "swizzle": 1},
+}
+
+# Of a thread, from ptxas 13.0 for sm_90 on the CUDA twin; none of them spills.
+REGISTERS = {
+    Form(**VARIANTS[variant]): registers
+    for registers, variants in {52: ["diagonal"], 54: ["movm", "pad132"], 55: ["roundtrip"], 56: ["float2", "union"],
+                                57: ["sw128", "union_sw128"]}.items()
+    for variant in variants
 }
 
 
@@ -118,8 +123,7 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
              for name in ("dkr", "dvcorr", "dv")]
     return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
-                  registers=REGISTERS.get((movm, stage_vec, diagonal)),
-                  check=lambda arrays: within_bounds(problem(), arrays))
+                  registers=REGISTERS.get(form), check=lambda arrays: within_bounds(problem(), arrays))
 
 
 @lru_cache(maxsize=2)
@@ -165,15 +169,13 @@ def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvc
     (copy_diagonals if form.diagonal else copy_state)(cta, smem.dS, dS, tile, head)
     copy_square(cta, smem.M, M, tile, head, warp=0)
     copy_square(cta, smem.INV, INV, tile, head, warp=1)
-    copy_rows(cta, smem.U, U, start, rows, head)
-    copy_rows(cta, smem.do, do, start, rows, head)
+    copy_rows(cta, ((smem.U, U), (smem.do, do)), start, rows, head)
     cta.cp_async_commit()
     rebuild_kr(cta, smem.kr, k, gc, start, rows, head)
     betas = []
-    for half in range(2):  # the rows of a lane's accumulators: g and g + 8
-        row = cta.lane // 4 + 8 * half
-        with cta.where(row < rows):
-            betas.append(cta.load(beta[start + row, head], site="beta.load").astype(float32)[..., None])
+    for half in range(2):  # the rows of a lane's accumulators; a phantom row takes the last row's: nobody stores its dv
+        row = np.minimum(cta.lane // 4 + 8 * half, rows - 1)
+        betas.append(cta.load(beta[start + row, head], site="beta.load").astype(float32)[..., None])
     cta.cp_async_wait(0)
     cta.sync()
 
@@ -245,12 +247,15 @@ def copy_square(cta, to, source, tile, head, warp: int):
         cta.cp_async(to[row, column], source[tile, head, row, column], site=f"{source.name}.cp")
 
 
-def copy_rows(cta, to, source, start, rows, head):
+def copy_rows(cta, pairs, start, rows, head):
+    """U and do; phantom rows become zeros."""
     row, column = cta.tid // 16, cta.tid % 16 * 8
     with cta.where(row < rows):
-        cta.cp_async(to[row, column], source[start + row, head, column], site=f"{source.name}.cp")
+        for to, source in pairs:
+            cta.cp_async(to[row, column], source[start + row, head, column], site=f"{source.name}.cp")
     with cta.where(row >= rows):
-        cta.store(to[row, column], np.zeros(8, bfloat16), vec=8, site=f"{source.name}.zero")
+        for to, _ in pairs:
+            cta.store(to[row, column], np.zeros(8, bfloat16), vec=8, site="phantom.zero")
 
 
 def rebuild_kr(cta, to, k, gc, start, rows, head):
