@@ -33,6 +33,7 @@ LINES = {  # source line: its text, the counts of each memory instruction, and t
           "      STG.E desc[UR6][R2.64], R5")),
 }
 OTHER = ("      LDC R1, c[0x0][0x28]", (8192, 0, 0, 0, 0, 0))
+PADDING = ("@!PT LDS RZ, [RZ]", (576, 0, 0, 0, 0, 0))  # the compiler's: a predicate that never holds
 RAW = {  # metric: unit, value as printed
     "memory_l1_wavefronts_shared": ("sectors", "1081344"),
     "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": ("", "1,048,576"),
@@ -52,7 +53,7 @@ def printed(rows):
 
 def sass_page(times=2, lines=LINES):
     section = [("Kernel Name", KERNEL, ""), ("Address", "Source", "# Samples", *SOURCE_COLUMNS)]
-    texts = [OTHER, *((text, counts) for _, counts, texts in lines.values() for text in texts)]
+    texts = [OTHER, PADDING, *((text, counts) for _, counts, texts in lines.values() for text in texts)]
     section += [(f"0x7f59077a{16 * n:04x}", text, "3", *counts) for n, (text, counts) in enumerate(texts)]
     return printed(section * times)
 
@@ -63,6 +64,7 @@ def cuda_page(lines=LINES):
     for line, (source, counts, texts) in lines.items():
         rows.append((line, source, "-", "-", "9", "229376", *(len(texts) * number for number in counts[1:])))
         rows.append(("", "", f"0x7f5907000{line:03x}", "@!P1  IMAD R15, R4, UR9, RZ", "0", *OTHER[1]))
+        rows.append(("", "", f"0x7f5907001{line:03x}", PADDING[0], "0", *PADDING[1]))
         rows += [("", "", f"0x7f5907{line:03x}{n:03x}", text, "1", *counts) for n, text in enumerate(texts)]
         rows.append(("", "", "...", "...", *"-" * 7))
     return printed(rows)
@@ -98,6 +100,14 @@ def test_source_lines_are_compared_by_site(compare):
     assert result.exit_code == 0 and len(found) == 14
     assert found["tile.load", "excessive"]["measured"] == found["tile.load", "excessive"]["predicted"] == 1_015_808
     assert {row["verdict"] for row in found.values()} == {"equal"}
+
+
+def test_an_instruction_inlined_from_another_file_counts_once_and_at_its_site(compare):
+    inlined = {line: ("asm volatile(...)", counts, texts) for line, (_, counts, texts) in LINES.items()}
+    for pages in ((LINES, inlined), (inlined, LINES)):
+        first, second = map(cuda_page, pages)
+        result = compare(first + second.replace('"transpose.cu"', '"common.cuh"'), "--format", "json")
+        assert result.exit_code == 0 and len(numbers(result)) == 14
 
 
 @pytest.mark.parametrize("times", (1, 2))

@@ -114,7 +114,7 @@ def test_all_sites_lists_every_number_and_hardware_counters_do_not_decide(valida
     shown = validate("--hardware", "--format", "csv")
     assert shown.exit_code == 0
     name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"
-    assert f'{name},hardware,1452000,1464865.0,"shown: +12,865 of arbitration"' in shown.stdout
+    assert f'{name},hardware,1452000,1464865,"shown: +12,865 of arbitration"' in shown.stdout
 
 
 NUMBERS = [("sites", site, name) for site, row in SITES.items() for name in row if name not in ("sass", "active_lanes")]
@@ -127,7 +127,7 @@ def test_every_measured_number_decides(validate, path):
     for key in path:
         value = value[key]
     result = validate(runs=[altered(path, value + 1)], exceptions="")
-    assert result.exit_code == 1 and f"{value + 1:,.0f}" in result.stdout.replace(".0", "")
+    assert result.exit_code == 1 and f"{value + 1:,.0f}" in result.stdout
 
 
 @pytest.mark.parametrize("run, name", [

@@ -161,9 +161,11 @@ def compare_totals(totals: Mapping[str, float], table: CounterTable, hardware: b
     for name, metric in METRICS.items():
         if name in totals and (metric.exact or hardware):
             predicted, unmodelled = metric.predict(table)
-            row = Comparison(LAUNCH, name, predicted, totals[name], unmodelled=unmodelled)
+            value = totals[name]
+            measured = int(value) if value == int(value) else value
+            row = Comparison(LAUNCH, name, predicted, measured, unmodelled=unmodelled)
             if not metric.exact:
-                noise = "" if unmodelled else f"{totals[name] - predicted:+,.0f} of arbitration"
+                noise = "" if unmodelled else f"{measured - predicted:+,} of arbitration"
                 row = replace(row, kind="hardware", decides=False, why=noise)
             rows.append(row)
     return rows

@@ -154,7 +154,8 @@ def _source_page(path: Path, rows: list[list[str]]) -> list[Profile]:
         found = _section(path, number, kernel, section)
         seen = {**(seen if more else {}), file: section}
         if more:
-            found = replace(found, rows={**found.rows, **profiles.pop().rows})
+            sited = {address: row for address, row in found.rows.items() if row.site}
+            found = replace(found, rows={**found.rows, **profiles.pop().rows, **sited})
         profiles.append(found)
     if not profiles:
         raise SimError(f"{path}: no launch")
