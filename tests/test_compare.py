@@ -65,7 +65,7 @@ def cuda_page(lines=LINES):
         rows.append((line, source, "-", "-", "9", "229376", *(len(texts) * number for number in counts[1:])))
         rows.append(("", "", f"0x7f5907000{line:03x}", "@!P1  IMAD R15, R4, UR9, RZ", "0", *OTHER[1]))
         rows.append(("", "", f"0x7f5907001{line:03x}", PADDING[0], "0", *PADDING[1]))
-        rows += [("", "", f"0x7f5907{line:03x}{n:03x}", text, "1", *counts) for n, text in enumerate(texts)]
+        rows += [("", "", f"0x7f5907{line % 100:03x}{n:03x}", text, "1", *counts) for n, text in enumerate(texts)]
         rows.append(("", "", "...", "...", *"-" * 7))
     return printed(rows)
 
@@ -102,12 +102,14 @@ def test_source_lines_are_compared_by_site(compare):
     assert {row["verdict"] for row in found.values()} == {"equal"}
 
 
-def test_an_instruction_inlined_from_another_file_counts_once_and_at_its_site(compare):
+def test_an_instruction_inlined_from_another_line_counts_once_and_at_its_site(compare):
     inlined = {line: ("asm volatile(...)", counts, texts) for line, (_, counts, texts) in LINES.items()}
-    for pages in ((LINES, inlined), (inlined, LINES)):
-        first, second = map(cuda_page, pages)
-        result = compare(first + second.replace('"transpose.cu"', '"common.cuh"'), "--format", "json")
-        assert result.exit_code == 0 and len(numbers(result)) == 14
+    for first, second in ((LINES, inlined), (inlined, LINES)):
+        two_files = cuda_page(first) + cuda_page(second).replace('"transpose.cu"', '"common.cuh"')
+        one_file = cuda_page(first | {line + 100: entry for line, entry in second.items()})
+        for page in (two_files, one_file):
+            result = compare(page, "--format", "json")
+            assert result.exit_code == 0 and len(numbers(result)) == 14
 
 
 @pytest.mark.parametrize("times", (1, 2))
