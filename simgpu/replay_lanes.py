@@ -107,13 +107,13 @@ def shared_atomic(passes, width, masks, shared, wavefronts, ideal):
         mask = masks[access]
         if refuses(width, mask, shared, access):
             return access
-        turns = lanes = 0
+        turns = groups = 0
         for first in range(0, LANES, group):
-            turns += fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
-        for lane in range(LANES):
-            lanes += mask >> lane & 1
+            taken = fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
+            turns += taken
+            groups += min(taken, 1)
         wavefronts[access] = passes * turns
-        ideal[access] = passes * full_lines(lanes, width)
+        ideal[access] = passes * groups
     return -1
 
 
