@@ -11,7 +11,8 @@ Steps. S and do by cp.async, one group. Meanwhile R1 rebuilds kd from raw k and 
 for dbeta and narrowed to bf16 for the mma; v waits in 4 registers. Wait, barrier. Both products with S^T share their B
 fragments; then kd S, then p (:mod:`kernels_py.kda_b0`). The three products lie staged in fp32 [16, 128] tiles, barrier;
 dqd_base and dkd_base leave in whole rows, and 16 lanes sum dvcorr (v - kdS) of a row. Phantom rows are neither read nor
-written in global memory; those of do, dvcorr and kd are zeros in shared memory.
+written in global memory: wherever one would be read, the last row that exists is read in its place. Every row of every
+product is its own, so the copies hurt nobody, and no access has a predicate but the way out.
 
 Operands. A by ldmatrix.x4: do, dvcorr and kd as they lie. B by ldmatrix.x4, two n8 tiles at once. S is stored once,
 [value, key]: kd S reads it plain, through the K-INTER view; S^T is read by ``.trans`` through the MN-INTER view of the
@@ -148,15 +149,15 @@ def S_side(cta, tile_start, tile_rows, k, gc, v, do, dvcorr, S_in, dS, dqd_base,
     # Where the tiles lie is the host's doing, so the emulator need not read memory to know it: addresses-only runs.
     start, rows = tiles[0][tile], tiles[1][tile]
     row, column = cta.tid // 16, cta.tid % 16 * 8
+    token = start + np.minimum(row, rows - 1)
     smem = Smem(cta, form)
 
     copy_state(cta, smem.S, S_in, tile, head)
-    copy_rows(cta, smem.do, do, start, rows, head)
+    cta.cp_async(smem.do[row, column], do[token, head, column], site="do.cp")
     cta.cp_async_commit()
-    rebuild_kd(cta, smem.kd, k, gc, start, rows, head)
-    (narrow_eight if form.narrow == 8 else narrow_singly)(cta, smem, dvcorr, start, rows, head)
-    with cta.where(row < rows):
-        own_v = cta.load(v[start + row, head, column], vec=8, site="v.load").astype(float32)
+    rebuild_kd(cta, smem.kd, k, gc, token, head)
+    (narrow_eight if form.narrow == 8 else narrow_singly)(cta, smem, dvcorr, token, head)
+    own_v = cta.load(v[token, head, column], vec=8, site="v.load").astype(float32)
     cta.cp_async_wait(0)
     cta.sync()
 
@@ -178,9 +179,10 @@ def S_side(cta, tile_start, tile_rows, k, gc, v, do, dvcorr, S_in, dS, dqd_base,
             for (stage, which), out in zip(smem.stages, (dqd_base, dkd_base), strict=False):
                 four = cta.load(stage[which, out_row, out_column], vec=4, site="stage.load")
                 cta.store(out[start + out_row, head, out_column], four, vec=4, site=f"{out.name}.store")
-    part = dbeta_of_eight(cta, smem, own_v, row, column)
-    with cta.where((cta.tid % 16 == 0) & (row < rows)):
-        cta.store(dbeta_part[start + row, head], part, site="dbeta_part.store")
+    with cta.where(2 * cta.warp < rows):  # warps whose rows are both phantom are done
+        part = dbeta_of_eight(cta, smem, own_v, row, column)
+        with cta.where((cta.tid % 16 == 0) & (row < rows)):
+            cta.store(dbeta_part[token, head], part, site="dbeta_part.store")
 
 
 class Smem:
@@ -207,43 +209,31 @@ class Smem:
 # ---- into shared memory ------------------------------------------------------------------------------------------
 
 
-def copy_rows(cta, to, source, start, rows, head):
-    """Row-wise, 16 bytes a thread; phantom rows become zeros."""
-    row, column = cta.tid // 16, cta.tid % 16 * 8
-    with cta.where(row < rows):
-        cta.cp_async(to[row, column], source[start + row, head, column], site=f"{source.name}.cp")
-    with cta.where(row >= rows):
-        cta.store(to[row, column], np.zeros(8, bfloat16), vec=8, site="phantom.zero")
-
-
-def rebuild_kd(cta, to, k, gc, start, rows, head):
+def rebuild_kd(cta, to, k, gc, token, head):
     """R1: kd = k / |k| e^gc of the thread's 8 elements; 16 lanes share a row and its norm."""
     row, column = cta.tid // 16, cta.tid % 16 * 8
-    with cta.where(row < rows):
-        x = cta.load(k[start + row, head, column], vec=8, site="R1.k.load").astype(float32)
-        gates = [cta.load(gc[start + row, head, column + 4 * i], vec=4, site="R1.gc.load") for i in range(2)]
+    x = cta.load(k[token, head, column], vec=8, site="R1.k.load").astype(float32)
+    gates = [cta.load(gc[token, head, column + 4 * i], vec=4, site="R1.gc.load") for i in range(2)]
     squares = cta.warp_sum((x * x).sum(-1), 16)
     norm = np.float32(1) / np.sqrt(squares + np.float32(NORM_EPS))
     kd = x * norm[..., None] * np.exp2(np.concatenate(gates, -1))
-    cta.store(to[row, column], kd.astype(bfloat16), vec=8, site="R1.kd.store")  # a phantom row is zeros
+    cta.store(to[row, column], kd.astype(bfloat16), vec=8, site="R1.kd.store")
 
 
-def narrow_eight(cta, smem: Smem, dvcorr, start, rows, head):
+def narrow_eight(cta, smem: Smem, dvcorr, token, head):
     """dvcorr into its fp32 and its bf16 tile, the thread's 8 elements as vectors."""
     row, column = cta.tid // 16, cta.tid % 16 * 8
-    with cta.where(row < rows):
-        halves = [cta.load(dvcorr[start + row, head, column + 4 * i], vec=4, site="dvcorr.load") for i in range(2)]
+    halves = [cta.load(dvcorr[token, head, column + 4 * i], vec=4, site="dvcorr.load") for i in range(2)]
     for i in range(2):
         cta.store(smem.dvcorr_wide[row, column + 4 * i], halves[i], vec=4, site="dvcorr.wide.store")
     cta.store(smem.dvcorr[row, column], np.concatenate(halves, -1).astype(bfloat16), vec=8, site="dvcorr.bf16.store")
 
 
-def narrow_singly(cta, smem: Smem, dvcorr, start, rows, head):
+def narrow_singly(cta, smem: Smem, dvcorr, token, head):
     """The same elements one column at a time: 16 lanes a row, 8 columns apart."""
     row = cta.tid // 16
     for column in (cta.tid % 16 * 8 + j for j in range(8)):
-        with cta.where(row < rows):
-            x = cta.load(dvcorr[start + row, head, column], site="dvcorr.load")
+        x = cta.load(dvcorr[token, head, column], site="dvcorr.load")
         cta.store(smem.dvcorr_wide[row, column], x, site="dvcorr.wide.store")
         cta.store(smem.dvcorr[row, column], x.astype(bfloat16), site="dvcorr.bf16.store")
 
