@@ -34,9 +34,10 @@ __device__ inline float sum_over(float x) {
 // dS [key][value] streams from global memory, WIDTH elements a load; S [value][key] lies at `S` in shared memory.
 template <int WIDTH, int SWIZZLE>
 __device__ inline void p_by_warp(uint32_t S, const bf16* dS, float* p) {
-  constexpr int kLanes = WIDTH == 8 ? 16 : 32, kRounds = kKeys * kLanes / 32, kBatch = 4;
+  constexpr int kLanes = WIDTH == 8 ? 16 : 32, kRounds = kKeys * kLanes / 32, kBatch = WIDTH == 8 ? 2 : 4;
   constexpr int kElements = WIDTH == 1 ? 4 : WIDTH;  // of a lane and key
-  const int lane = threadIdx.x % 32, part = lane / kLanes, slot = lane % kLanes, first = threadIdx.x / 32 * kKeys + part;
+  const int lane = threadIdx.x % 32, part = lane / kLanes, slot = lane % kLanes;
+  const int first = threadIdx.x / 32 * kKeys + part;
   float mine = 0;
 #pragma unroll 1
   for (int begin = 0; begin < kRounds; begin += kBatch) {
@@ -84,8 +85,9 @@ __device__ inline void p_by_warp(uint32_t S, const bf16* dS, float* p) {
 
 // ---- outputs, on the host -----------------------------------------------------------------------------------------
 
-// How far fp32 and bf16 may lead from float64: narrowing adds 2^-8 of the magnitude, every fp32 operation and every term
-// of a sum 2^-22 (four times fp32's rounding: an mma's accumulator truncates, ex2.approx and rsqrt.approx are off by 2).
+// How far fp32 and bf16 may lead from float64: narrowing adds 2^-8 of the magnitude, every fp32 operation and every
+// term of a sum 2^-22 (four times fp32's rounding: an mma's accumulator truncates, ex2.approx and rsqrt.approx are off
+// by two units).
 constexpr double kBf16 = 1 / 256., kFp32 = 1 / 4194304.;
 
 inline double value_of(bf16 x) { return __bfloat162float(x); }
