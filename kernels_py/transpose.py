@@ -65,7 +65,7 @@ def by_elements(cta, src, dst, layout):
     tile = cta.shared("tile", float32, (TILE, TILE), layout)
     x, y = cta.bx * TILE + cta.tx, cta.by * TILE + cta.ty
     for j in range(0, TILE, ROWS):
-        with cta.where((x < cols) & (y + j < rows)):
+        with cta.where((x < cols) & (y + j < rows), predicated=True):  # as nvcc compiles it; the stores below it branches
             value = cta.load(src[y + j, x], site="src.load")
             cta.store(tile[cta.ty + j, cta.tx], value, site="tile.store")
     cta.sync()
@@ -80,7 +80,7 @@ def by_vectors(cta, src, dst, layout):
     rows, cols = src.shape
     tile = cta.shared("tile", float32, (TILE, TILE), layout)
     x, y = cta.bx * TILE + 4 * cta.tx, cta.by * TILE + cta.ty
-    with cta.where((x < cols) & (y < rows)):
+    with cta.where((x < cols) & (y < rows), predicated=True):
         four = cta.load(src[y, x], vec=4, site="src.load")
         cta.store(tile[cta.ty, 4 * cta.tx], four, vec=4, site="tile.store")
     cta.sync()

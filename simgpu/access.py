@@ -123,18 +123,18 @@ class MemoryAccess(Lockstep):
         """
         self._order += 1
         masks = np.full((1, 1), FULL_MASK, np.uint32) if self._mask is None else pack_mask(self._mask)
-        if not masks.any():
+        issued = self._issued()
+        if not issued.any():
             return  # no warp takes this branch
         shared, global_ = (
             None if side is None else np.broadcast_to(side, (*side.shape[:2], LANES)) for side in (shared, global_)
         )
-        parts = [(masks, False)]
-        if odd is not None:
-            warps = (odd & self.active).any(-1)
-            parts = [(np.where(warps, 0, masks), False), (np.where(warps, masks, 0), True)]
-        for part, unmodelled in parts:
-            if part.any():
-                event = AccessEvent(place, part, shared, global_, self.ctas, self.shape[1], self._order, unmodelled)
+        strange = np.zeros((1, 1), bool) if odd is None else (odd & self.active).any(-1)
+        for warps, unmodelled in ((issued & ~strange, False), (issued & strange, True)):
+            if warps.any():
+                event = AccessEvent(
+                    place, masks, warps, shared, global_, self.ctas, self.shape[1], self._order, unmodelled
+                )
                 self._sink.access(event)
 
     def _at(self, tensor: Tensor, offset: np.ndarray) -> np.ndarray:

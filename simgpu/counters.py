@@ -149,7 +149,7 @@ class CounterSink:
         counted = totals(site.instruction, site.width, masks, shared, global_)
         row = self.counts.setdefault(site, Counter())
         self.order[site] = min(self.order.get(site, event.order), event.order)
-        row["executed"] += counted.accesses * times
+        row["executed"] += event.executed
         row["bytes"] += _lanes(masks) * site.width * times
         if event.unmodelled:
             row["unmodelled"] += counted.accesses * times

@@ -30,14 +30,16 @@ class Site:
 class AccessEvent:
     """One memory instruction executed by every warp of a batch.
 
-    ``masks`` uint32[c, w] active lanes (0: that warp does not execute it); ``shared`` int32[c, w, 32] and
-    ``global_`` int64[c, w, 32] byte addresses, None where the instruction does not use that memory.
+    ``masks`` uint32[c, w] active lanes; ``issued`` bool[c, w] the warps that execute it, a predicated one without an
+    active lane included; ``shared`` int32[c, w, 32] and ``global_`` int64[c, w, 32] byte addresses, None where the
+    instruction does not use that memory.
     ``ctas`` are the linear CTA numbers of the batch, ``warps`` the warps of a CTA, ``order`` the
     instruction's place in program order. ``unmodelled`` marks a use no rule covers.
     """
 
     site: Site
     masks: np.ndarray
+    issued: np.ndarray
     shared: np.ndarray | None
     global_: np.ndarray | None
     ctas: np.ndarray
@@ -45,15 +47,21 @@ class AccessEvent:
     order: int
     unmodelled: bool = False
 
+    @property
+    def executed(self) -> int:
+        """How many warps execute the instruction."""
+        return int(np.broadcast_to(self.issued, (len(self.ctas), self.warps)).sum())
+
     def columns(self) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None, int]:
-        """Masks uint32[n], shared int32[n, 32], global int64[n, 32], and the warps each row stands for."""
+        """The warps with an active lane: masks uint32[n], shared int32[n, 32], global int64[n, 32], and the warps
+        each row stands for."""
         sides = [side for side in (self.shared, self.global_) if side is not None]
-        c, w = np.broadcast_shapes(self.masks.shape, *(side.shape[:2] for side in sides))
+        c, w = np.broadcast_shapes(self.masks.shape, self.issued.shape, *(side.shape[:2] for side in sides))
         shared, global_ = (
             None if side is None else np.ascontiguousarray(np.broadcast_to(side, (c, w, 32))).reshape(-1, 32)
             for side in (self.shared, self.global_)
         )
-        masks = np.ascontiguousarray(np.broadcast_to(self.masks, (c, w))).reshape(-1)
+        masks = np.ascontiguousarray(np.broadcast_to(np.where(self.issued, self.masks, 0), (c, w))).reshape(-1)
         if not masks.all():
             runs = masks != 0
             masks, shared, global_ = (None if side is None else side[runs] for side in (masks, shared, global_))
@@ -62,7 +70,7 @@ class AccessEvent:
     def rows(self) -> dict[str, np.ndarray]:
         """Every executing warp spelt out: cta int64[n], warp int32[n], mask uint32[n], shared and global [n, 32]."""
         full = (len(self.ctas), self.warps)
-        runs = np.broadcast_to(self.masks, full) != 0
+        runs = np.broadcast_to(self.issued, full)
         rows = {
             "cta": np.broadcast_to(self.ctas[:, None], full)[runs],
             "warp": np.broadcast_to(np.arange(self.warps, dtype=np.int32), full)[runs],

@@ -50,8 +50,8 @@ class Instruction:
         """Raise :class:`SimError` unless ``mask`` is a 32-bit active mask this instruction can run under."""
         if not 0 <= mask <= FULL_MASK:
             raise SimError(f"mask {mask:#x} is not a 32-bit mask")
-        if self.matrices and mask != FULL_MASK:
-            raise SimError(f"{self.name} needs all 32 lanes active (mask {mask:#010x})")
+        if self.matrices and mask not in (0, FULL_MASK):
+            raise SimError(f"{self.name} needs all 32 lanes active, or none (mask {mask:#010x})")
 
 
 def _table() -> dict[str, Instruction]:

@@ -38,27 +38,38 @@ class Lockstep:
         block = ctas.astype(np.int64).reshape(-1, 1, 1)
         self.bx, self.by, self.bz = block % gx, block // gx % gy, block // (gx * gy)
         self._tail = None if launch.threads % 32 == 0 else thread < launch.threads  # the block's last, partial warp
-        self._mask = self._tail
+        self._mask = self._branch = self._tail
         self._sink, self._sites, self._order = sink, sites, 0
 
     # ---- divergence --------------------------------------------------------------------------------------
 
     @contextmanager
-    def where(self, condition):
-        """Run the block with only the lanes active where ``condition`` (bool, [ctas, warps, 32]) holds."""
+    def where(self, condition, *, predicated: bool = False):
+        """Run the block with only the lanes active where ``condition`` (bool, [ctas, warps, 32]) holds.
+
+        A warp with no such lane branches around the block and executes none of it. ``predicated`` says that the
+        compiler predicates instead (SASS ``@P0 LDG``), as it likes to do with short blocks: then that warp
+        executes every instruction with no lane active, which Nsight Compute counts as executed.
+        """
         condition = self._per_lane(condition, "a branch").astype(bool, copy=False)
-        outer = self._mask
+        outer = self._mask, self._branch
         if not condition.all():
-            self._mask = condition if outer is None else condition & outer
+            self._mask = condition if self._mask is None else condition & self._mask
+            if not predicated:
+                self._branch = self._mask
         try:
             yield
         finally:
-            self._mask = outer
+            self._mask, self._branch = outer
 
     @property
     def active(self) -> np.ndarray:
         """The active mask, bool broadcastable to [ctas, warps, 32]."""
         return np.ones((1, 1, 1), bool) if self._mask is None else self._mask
+
+    def _issued(self) -> np.ndarray:
+        """The warps that execute the present statement, with or without an active lane: bool[c, w]."""
+        return np.ones((1, 1), bool) if self._branch is None else self._branch.any(-1)
 
     def any(self, condition) -> bool:
         """Whether an active lane of the batch satisfies ``condition``: the test of a divergent ``while``."""
@@ -112,10 +123,7 @@ class Lockstep:
     def _work(self, kind: str) -> None:
         """Tell the sink about an instruction that is no memory access."""
         self._order += 1
-        if self._mask is None:
-            warps = self.shape[0] * self.shape[1]
-        else:
-            warps = int(np.broadcast_to(self._mask.any(-1), self.shape[:2]).sum())
+        warps = int(np.broadcast_to(self._issued(), self.shape[:2]).sum())
         if warps:
             self._sink.work(WorkEvent(kind, warps, self._order))
 

@@ -67,6 +67,7 @@ class Chunk:
                     yield rows, AccessEvent(
                         site,
                         self.masks[rows, None],
+                        np.ones((len(rows), 1), bool),
                         self.shared[rows, None] if site.instruction.shared else None,
                         self.global_[rows, None] if site.instruction.global_ else None,
                         ctas=self.ctas[rows],

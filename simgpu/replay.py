@@ -180,7 +180,7 @@ def _checked(instruction: Instruction, width: int, masks, shared, global_) -> tu
     masks = np.asarray(masks)
     if masks.ndim != 1 or (masks.size and masks.dtype.kind not in "iuO"):
         raise SimError(f"active masks must be n integers, not {masks.dtype} of shape {masks.shape}")
-    refused = masks != FULL_MASK if instruction.matrices else (masks < 0) | (masks > FULL_MASK)
+    refused = (masks != 0) & (masks != FULL_MASK) if instruction.matrices else (masks < 0) | (masks > FULL_MASK)
     if refused.any():
         access = int(np.argmax(refused))
         try:

@@ -73,7 +73,7 @@ def test_replay_leaves_out_totals_that_would_include_unmodelled_accesses(tmp_pat
             site = Site(f"site{order}", "k.py", order, instruction("lds"), 4)
             shared = np.arange(32, dtype=np.int32).reshape(1, 1, 32) * 8
             masks = np.full((1, 1), FULL_MASK, np.uint32)
-            writer.access(AccessEvent(site, masks, shared, None, np.arange(1), 1, order, unmodelled))
+            writer.access(AccessEvent(site, masks, masks != 0, shared, None, np.arange(1), 1, order, unmodelled))
     totals = []
     for allow in ([], ["--allow-unmodelled"]):
         rows = list(csv.DictReader(io.StringIO(run("replay", path, "--format", "csv", *allow).stdout)))

@@ -456,3 +456,22 @@ def test_python_numbers_must_fit_the_element():
             emulate(body, value)
     emulate(body, 255)
     emulate(body, True)
+
+
+def test_a_predicated_block_is_executed_by_warps_without_an_active_lane():
+    def body(cta, x, predicated):
+        with cta.where(cta.tid < 40, predicated=predicated):
+            cta.load(x[cta.tid], site="outer")
+            with cta.where(cta.tid < 3):
+                cta.load(x[cta.tid], site="inner")
+
+    x = GlobalTensor("x", float32, (128,), init=lambda: np.zeros(128, np.float32))
+    for mode in ("values", "addresses"):
+        tables = [
+            simulate(Launch(body, grid=3, block=128, args=(x, predicated)), mode=mode).table
+            for predicated in (False, True)
+        ]
+        # Four warps of 128 threads: two have a lane below 40, and only the predicated block is executed by the others.
+        assert [table["outer"].executed for table in tables] == [3 * 2, 3 * 4]
+        assert [table["inner"].executed for table in tables] == [3 * 1, 3 * 1]
+        assert {table["outer"].sectors for table in tables} == {3 * 5}

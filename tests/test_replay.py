@@ -232,7 +232,7 @@ REFUSED = [
     ("lds", 4, np.full(40, 1.5), GOOD, None, "active masks must be n integers, not float64 of shape (40,)"),
     ("lds", 4, FULL_MASK, GOOD, None, "active masks must be n integers, not int64 of shape ()"),
     ("ldmatrix.x4", 16, [*FULL[:7], 0xFFFF, *FULL[8:]], GOOD, None,
-     "access 7: ldmatrix.x4 needs all 32 lanes active (mask 0x0000ffff)"),
+     "access 7: ldmatrix.x4 needs all 32 lanes active, or none (mask 0x0000ffff)"),
     ("ldmatrix.x1", 16, FULL, bad(8, lane=31), None,
      "access 17: lane 31: shared byte address 8 is not a non-negative multiple of 16"),
     ("lds", 4, FULL, bad(6), None, "access 17: lane 3: shared byte address 6 is not a non-negative multiple of 4"),

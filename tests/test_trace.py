@@ -41,6 +41,7 @@ def events(draw) -> list[AccessEvent]:
 
         masks = random.choice([0, 0x0F0F0F0F, FULL_MASK], shape()).astype(np.uint32)
         masks[-1, -1] = FULL_MASK  # the emulator tells nobody of an instruction that no warp executes
+        issued = (masks != 0) | random.choice([False, True], masks.shape)
         if site.instruction.matrices:
             masks[masks != 0] = FULL_MASK
         sides = [
@@ -49,7 +50,7 @@ def events(draw) -> list[AccessEvent]:
         ]
         first = draw(st.integers(0, 5))
         numbers = np.arange(first, first + ctas)
-        program.append(AccessEvent(site, masks, *sides, numbers, warps, order, draw(st.booleans())))
+        program.append(AccessEvent(site, masks, issued, *sides, numbers, warps, order, draw(st.booleans())))
     return program
 
 
@@ -94,7 +95,7 @@ def write(path, orders=range(3), rows=20, **changes) -> None:
             masks = np.full((1, 1), FULL_MASK, np.uint32)
             shared = addresses.astype(np.int32) if site.instruction.shared else None
             global_ = addresses.astype(np.int64) if site.instruction.global_ else None
-            writer.access(AccessEvent(site, masks, shared, global_, np.arange(4), 4, order, unmodelled=order == 1))
+            writer.access(AccessEvent(site, masks, masks != 0, shared, global_, np.arange(4), 4, order, order == 1))
         writer._flush()
 
 
@@ -205,7 +206,8 @@ def test_rows_stand_in_program_order(tmp_path):
         for site, order in ((0, 9), (1, 5), (4, 7)):
             addresses = np.arange(32).reshape(1, 1, 32) * 16
             sides = (None, addresses) if site == 4 else (addresses.astype(np.int32), None)
-            writer.access(AccessEvent(SITES[site], np.full((1, 1), 1, np.uint32), *sides, np.arange(1), 1, order))
+            masks = np.full((1, 1), 1, np.uint32)
+            writer.access(AccessEvent(SITES[site], masks, masks != 0, *sides, np.arange(1), 1, order))
     assert [row.site for row in count(read_recorded(str(path))).sites] == ["b.store", "e.load", "a.load"]
 
 
@@ -229,6 +231,7 @@ def test_a_restart_forgets_a_longer_run(tmp_path):
         event = AccessEvent(
             SITES[1],
             np.full((1, 1), FULL_MASK, np.uint32),
+            np.ones((1, 1), bool),
             np.random.default_rng(1).integers(0, 99, (50, 1, 32), np.int32) * 16,
             None,
             ctas=np.arange(50),
@@ -240,7 +243,7 @@ def test_a_restart_forgets_a_longer_run(tmp_path):
             writer._flush()
         writer.restart()
         shared = np.arange(32, dtype=np.int32).reshape(1, 1, 32) * 16
-        writer.access(AccessEvent(SITES[0], event.masks, shared, None, np.arange(4), 4, 0))
+        writer.access(AccessEvent(SITES[0], event.masks, event.issued, shared, None, np.arange(4), 4, 0))
     assert read(path) == read(once)
     assert path.stat().st_size < 4 * once.stat().st_size
 
