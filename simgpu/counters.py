@@ -15,7 +15,7 @@ from simgpu.replay import totals
 
 METRICS = {
     "executed": "source page 'Instructions Executed'; smsp__sass_inst_executed per instruction",
-    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_{ld,st} for global accesses; one per executed instruction",
+    "requests": "l1tex__t_requests_pipe_lsu_mem_global_op_{ld,st}: one per executed instruction that uses it",
     "wavefronts": "source page 'L1 Wavefronts Shared'; "
     "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{ld,st,atom,ldsm,stsm,ldgsts}",
     "ideal": "source page 'L1 Wavefronts Shared Ideal'",
@@ -45,7 +45,7 @@ class SiteCounters:
     instruction: str
     width: int | None
     executed: int
-    requests: int
+    requests: int | None
     wavefronts: int | None
     ideal: int | None
     sectors: int | None
@@ -65,7 +65,10 @@ class SiteCounters:
 
     @property
     def wavefronts_per_instruction(self) -> float | None:
-        return self.wavefronts / self.executed if self.wavefronts is not None and self.executed else None
+        """None for a total: its instructions are of all kinds."""
+        if self.wavefronts is None or not self.executed or not self.instruction:
+            return None
+        return self.wavefronts / self.executed
 
     @property
     def sectors_per_request(self) -> float | None:
@@ -107,26 +110,8 @@ class CounterTable:
             present = [value for value in values if value is not None]
             return None if (unknown and not allow_unmodelled) or not present else sum(present)
 
-        return SiteCounters(
-            "total",
-            "",
-            None,
-            "",
-            None,
-            *(
-                add(name)
-                for name in (
-                    "executed",
-                    "requests",
-                    "wavefronts",
-                    "ideal",
-                    "sectors",
-                    "ideal_sectors",
-                    "bytes",
-                    "unmodelled",
-                )
-            ),
-        )
+        summed = ("executed", "requests", "wavefronts", "ideal", "sectors", "ideal_sectors", "bytes", "unmodelled")
+        return SiteCounters("total", "", None, "", None, **{name: add(name) for name in summed})
 
 
 def _concerns(row: SiteCounters, column: str) -> bool:
@@ -187,7 +172,7 @@ class CounterSink:
                     used.name,
                     site.width,
                     row["executed"],
-                    row["executed"],
+                    row["executed"] if used.global_ else None,
                     row["wavefronts"] if shared else None,
                     row["ideal"] if shared else None,
                     row["sectors"] if global_ else None,

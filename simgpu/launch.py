@@ -39,7 +39,7 @@ MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
 # Code that runs on a user's behalf: a message never points into it.
-FOREIGN = (*(str(Path(file).parent) + os.sep for file in (__file__, np.__file__)), contextlib.__file__)
+FOREIGN = (*(str(Path(file).parent) + os.sep for file in (__file__, np.__file__)), contextlib.__file__, "<frozen ")
 
 
 def _dim3(what: str, value, limits: tuple[int, int, int]) -> tuple[int, int, int]:

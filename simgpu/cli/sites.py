@@ -28,7 +28,7 @@ COLUMNS = (
 
 def emit_sites(fmt: str, table: CounterTable, *, title: str, notes: list[str], document: dict, allow: bool) -> None:
     """Print ``table`` with its totals; ``document`` is what JSON says besides ``sites``, ``total`` and ``work``."""
-    total = _total(table, allow)
+    total = table.total(allow_unmodelled=allow).as_dict()
     if unmodelled := total["unmodelled"]:
         left_out = "totals that would include them are left out (--allow-unmodelled)"
         totals = "totals sum what is known" if allow else left_out
@@ -47,11 +47,3 @@ def emit_sites(fmt: str, table: CounterTable, *, title: str, notes: list[str], d
 
 def _row(row: SiteCounters) -> dict:
     return row.as_dict() | {"where": f"{row.file}:{row.line}" if row.file else ""}
-
-
-def _total(table: CounterTable, allow: bool) -> dict:
-    """The totals as a row; sectors per request are those of the sites that make requests to global memory."""
-    total = table.total(allow_unmodelled=allow).as_dict()
-    requests = sum(row.requests for row in table.sites if row.sectors is not None)
-    ratio = total["sectors"] / requests if requests and total["sectors"] is not None else None
-    return total | {"requests": requests, "sectors_per_request": ratio}
