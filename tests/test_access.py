@@ -1,7 +1,8 @@
 """The rules against the accesses measured by validation/access.py, on both implementations; and its own workings.
 
-Fitted and fresh rows are compared alike: no rule was changed after the fresh ones were measured. The counters are
-the hardware's where a row has them, else the columns of Nsight Compute's source page, where those say the same.
+Fitted and fresh rows are compared alike; access.provenance.json says which rules the fresh ones are fresh to. The
+counters are the hardware's where a row has them, else the columns of Nsight Compute's source page, where those say
+the same.
 """
 
 import gzip
