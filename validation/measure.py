@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -185,10 +186,18 @@ def merge(cases: list[str], checked: list[dict], timed: list[dict], launches: li
     return runs
 
 
-def measure(kernel: str, cases: list[str], folder: Path, metrics: list[str], arch: str) -> list[dict]:
-    """Build ``kernel`` in ``folder``, run its cases, and return the runs."""
-    program, report = folder / kernel, folder / f"{kernel}.ncu-rep"
+def build(kernel: str, folder: Path, arch: str) -> Path:
+    """Build ``kernel`` in a folder of its own in ``folder``, and return the program."""
+    program = folder / kernel / kernel
+    program.parent.mkdir()
     output_of("nvcc", *NVCC_FLAGS, f"-arch={arch}", "-o", str(program), str(SOURCES / f"{kernel}.cu"))
+    return program
+
+
+def measure(program: Path, cases: list[str], metrics: list[str]) -> list[dict]:
+    """Run the cases of a built program, time and profile them, and return the runs."""
+    folder = program.parent
+    report = folder / f"{program.name}.ncu-rep"
     timed = json_lines(output_of(str(program), "time", *cases))
     checked = json_lines(output_of("ncu", *NCU_FLAGS, "--metrics", ",".join(metrics), "-f", "-o", str(report),
                                    str(program), "check", *cases))
@@ -241,16 +250,27 @@ def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str, commit: str |
         arch = "sm_" + gpu_query("compute_cap").replace(".", "")
         metrics = offered((*EXACT, *HARDWARE), output_of("ncu", "--query-metrics"))
         origin = provenance(gpu, arch, commit)
-        for kernel in kernels or KERNELS:
+    except SimError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    failed = False
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        # Built side by side, then measured one after the other; one that fails leaves the others their turn.
+        programs = {kernel: pool.submit(build, kernel, Path(folder), arch) for kernel in kernels or KERNELS}
+        wait(programs.values())
+        for kernel, program in programs.items():
             cases = [text for text in KERNELS[kernel]() if re.search(only, text)]
-            with tempfile.TemporaryDirectory() as folder:
-                runs = measure(kernel, cases, Path(folder), metrics, arch)
+            try:
+                runs = measure(program.result(), cases, metrics)
+            except SimError as error:
+                failed = True
+                click.echo(f"{kernel}: error: {error}", err=True)
+                continue
             write_atomically(out / f"{kernel}.json", {"kernel": kernel, "provenance": origin, "runs": runs})
             click.echo(f"{kernel}: {len(runs)} runs")
             for where in sorted({where for run in runs for where in run["no_site"]}):
                 click.echo(f"{kernel}: memory instructions without a site at {where}", err=True)
-    except SimError as error:
-        click.echo(f"error: {error}", err=True)
+    if failed:
         sys.exit(2)
 
 
