@@ -27,7 +27,7 @@ from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
 from simgpu.tensor import GlobalTensor, bfloat16, float32
 
-REGISTERS = {}
+REGISTERS = 32  # of a thread in every variant, from ptxas 13.0 for sm_90 on the CUDA twin
 KEYS = D * 32 // THREADS  # of a warp
 VIEW = tiled("K-INTER", (D, D))  # of the state in shared memory
 
@@ -50,12 +50,17 @@ def kda_b0(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
                          init=lambda name=name: kernel_inputs(problem(), "b2")[name]) for name in ("S_in", "dS")]
     args.append(GlobalTensor("p", float32, (tiles, heads, D), init=lambda: kernel_outputs(problem(), "b2")["p"]))
     return Launch(from_dS_resident if l12 else from_S_resident, grid=(tiles, heads), block=THREADS, args=(*args, width),
-                  registers=REGISTERS.get((width, l12)),
+                  registers=REGISTERS,
                   check=lambda arrays: within_bounds("kda_b0", {"p": b2(problem(), BOUND)["p"]}, arrays))
 
 
 def sizes(name: str, tokens: int, sequences: int, heads: int):
-    """Raise SimError for a number of tokens, sequences or heads that no launch has."""
+    """Raise SimError for a number of tokens, sequences or heads that no launch has.
+
+    >>> sizes("kda_b0", tokens=16, sequences=0, heads=1)
+    Traceback (most recent call last):
+    simgpu.errors.SimError: kda_b0: sequences is 0, below 1
+    """
     for what, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
         if value < 1:
             raise SimError(f"{name}: {what} is {value}, below 1")

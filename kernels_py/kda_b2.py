@@ -17,7 +17,7 @@ product is its own, so the copies hurt nobody, and no access has a predicate but
 Operands. A by ldmatrix.x4: do, dvcorr and kd as they lie. B by ldmatrix.x4, two n8 tiles at once. S is stored once,
 [value, key]: kd S reads it plain, through the K-INTER view; S^T is read by ``.trans`` through the MN-INTER view of the
 same bytes, [key, value]. ``sinfix`` 0 is the bug that the documents tell of: all three products through the one K-INTER
-view, which makes do S of do S^T. As many instructions, no conflict more: only the values tell.
+view, which makes do S of do S^T. As many instructions, no conflict more: only the values tell, where S is not 0.
 
 p. ``b0`` 1: a warp a key, dS in four 2-byte loads 32 apart, S 2 bytes at a time; 4 (``l13``) and 8: that many
 neighbours a load. 2: no shared memory at all. The fragment of S^T gives lane (g, t) S[2t, g] and S[2t + 1, g] of every
@@ -25,11 +25,12 @@ neighbours a load. 2: no shared memory at all. The fragment of S^T gives lane (g
 here, the separate kernel does it.
 
 Shared memory in bytes: S 32,768; do, dvcorr, kd 4,096 each (bf16, K-SW128: whole rows go in without conflicts); dvcorr,
-dqd_base, dkd_base, kdS 64 x stage_stride each (fp32). ``union`` 0: side by side, 77,824 with stride 128 and 78,848 with
-132: 76.0 and 77.0 KB (the documents: 78.9). 1: kdS over do and dvcorr, which are dead after the products, at the price
-of a barrier: 69,632, 68.0 KB (68.1). A padded row makes kdS longer than those two; it then reaches into kd, as dead. 2:
-all three over S and only dvcorr beside it: 53,760 with stride 136, and a fourth CTA fits. What the documents have
-beyond that we do not know; beta, which is 64 bytes, they may keep here, and B3 applies it.
+dqd_base, dkd_base, kdS 64 x stage_stride each (fp32). ``union`` 0: side by side, 76.0 KB with stride 128 and 77.0 with
+132. 1: kdS over do and dvcorr, which are dead after the products, at the price of a barrier: 68.0 KB. A padded kdS is
+longer than those two and reaches into kd, as dead. 2: all three stages over S, only dvcorr beside it: 52.5 KB with
+stride 136, and a fourth CTA fits. The documents have 78.9 and 68.1 KB. Their 10.8 KB between the two are more than one
+kdS tile, 8 KB, so their unaliased kernel held something else besides, which they do not name; 0.1 KB of the union is
+what 16 values of beta or dbeta take, which here stay in registers.
 
 All variants but ``sinbug`` add the same products in the same order: dqd_base, dkd_base and dbeta_part are the same
 bits. p sums in an order that follows ``b0``.
@@ -55,14 +56,17 @@ class Form:
     """What distinguishes the variants; the parameters of :data:`kda_b2` say what each field means.
 
     Raises SimError for a value the kernel does not have.
+
+    >>> Form(**VARIANTS["scalar"]).narrow
+    1
     """
 
-    sinfix: int
-    union: int
-    narrow: int
-    b0: int
-    stage_stride: int
-    swizzle: int
+    sinfix: int = 1
+    union: int = 1
+    narrow: int = 8
+    b0: int = 1
+    stage_stride: int = 128
+    swizzle: int = 0
 
     def __post_init__(self):
         legal = {"sinfix": (0, 1), "union": (0, 1, 2), "narrow": (1, 8), "b0": (0, 1, 2, 4, 8), "swizzle": (0, 1)}
@@ -75,9 +79,6 @@ class Form:
             raise SimError(f"kda_b2: stage_stride is {self.stage_stride}; it is a multiple of 4 (rows leave 16 bytes a "
                            f"lane) from {D} to {MOST_STRIDE}")
 
-
-# A thread's registers by (sinfix, union, narrow, b0, stage_stride, swizzle), from ptxas 13.0 for sm_90.
-REGISTERS: dict[tuple[int, ...], int] = {}
 
 # kdsunion and vec are one kernel, that of the defaults: where the union, and where the narrowing, has arrived.
 VARIANTS = {
@@ -94,6 +95,14 @@ VARIANTS = {
     "pad136": {"b0": 2, "stage_stride": 136},
     "sw128": {"b0": 2, "stage_stride": 136, "swizzle": 1},
     "sunion": {"b0": 2, "stage_stride": 136, "swizzle": 1, "union": 2},
+}
+
+# Of a thread, from ptxas 13.0 for sm_90 on the CUDA twin; none of them spills.
+REGISTERS = {
+    Form(**VARIANTS[variant]): registers
+    for registers, variants in {60: ["sinfix", "noalias", "scalar", "kdsunion", "nob0", "l13"], 68: ["l13_16bytes"],
+                                64: ["sinbug", "frag", "pad136", "sw128", "sunion"]}.items()
+    for variant in variants
 }
 
 
@@ -123,7 +132,7 @@ def kda_b2(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     args += [GlobalTensor(name, float32, shape, init=lambda name=name: kernel_outputs(problem(), "b2")[name])
              for name, shape in outputs.items()]
     return Launch(S_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
-                  registers=REGISTERS.get((sinfix, union, narrow, b0, stage_stride, swizzle)),
+                  registers=REGISTERS.get(form),
                   check=lambda arrays: within_bounds("kda_b2", expected(problem(), b0), arrays))
 
 
@@ -133,7 +142,11 @@ def _problem(tokens: int, sequences: int, heads: int, seed: int) -> Problem:
 
 
 def expected(problem: Problem, b0: int) -> dict:
-    """What the kernel must give, with bounds; no p where it leaves B0 to another kernel."""
+    """What the kernel must give, a Bounded for each output; no p where it leaves B0 to another kernel.
+
+    >>> list(expected(make_problem([5], heads=1, seed=0), b0=0))
+    ['dqd_base', 'dkd_base', 'dbeta_part']
+    """
     results = b2(problem, BOUND)
     return {name: results[name] for name in OUTPUTS["b2"] if b0 or name != "p"}
 

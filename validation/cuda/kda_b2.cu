@@ -81,12 +81,12 @@ __device__ inline void narrow(uint32_t wide, uint32_t tile, const float* dvcorr)
   } else {
     uint32_t x[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) LDG32(x[j], dvcorr + j * gridDim.z);                   // @site dvcorr.load
+    for (int j = 0; j < 8; ++j) LDG32(x[j], dvcorr + j);                   // @site dvcorr.load
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      STS32(wide + 4 * j * gridDim.z, x[j]);                                           // @site dvcorr.wide.store
+      STS32(wide + 4 * j, x[j]);                                           // @site dvcorr.wide.store
       const uint16_t bits = static_cast<uint16_t>(pack(__uint_as_float(x[j]), 0.f));
-      STS16(tile + 2 * j * gridDim.z, bits);                                           // @site dvcorr.bf16.store
+      STS16(tile + 2 * j, bits);                                           // @site dvcorr.bf16.store
     }
   }
 }
