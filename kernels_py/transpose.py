@@ -64,8 +64,8 @@ def by_elements(cta, src, dst, layout):
     rows, cols = src.shape
     tile = cta.shared("tile", float32, (TILE, TILE), layout)
     x, y = cta.bx * TILE + cta.tx, cta.by * TILE + cta.ty
-    for j in range(0, TILE, ROWS):
-        with cta.where((x < cols) & (y + j < rows), predicated=True):  # as nvcc compiles it; the stores below it branches
+    for j in range(0, TILE, ROWS):  # nvcc predicates these at the edge, and branches around the second half
+        with cta.where((x < cols) & (y + j < rows), predicated=True):
             value = cta.load(src[y + j, x], site="src.load")
             cta.store(tile[cta.ty + j, cta.tx], value, site="tile.store")
     cta.sync()

@@ -114,28 +114,17 @@ class MemoryAccess(Lockstep):
     def _bytes(self, tensor: Tensor) -> Bytes:
         return self._shared if isinstance(tensor, SharedTensor) else self._global[tensor]
 
-    def _emit(
-        self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None, odd: np.ndarray | None = None
-    ) -> None:
-        """Tell the sink. ``shared`` (int32) and ``global_`` (int64) are byte addresses, [c, w, 32].
-
-        A warp with one of the ``odd`` lanes (bool) is reported as one that no rule covers.
-        """
+    def _emit(self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None) -> None:
+        """Tell the sink. ``shared`` (int32) and ``global_`` (int64) are byte addresses, [c, w, 32]."""
         self._order += 1
-        masks = np.full((1, 1), FULL_MASK, np.uint32) if self._mask is None else pack_mask(self._mask)
         issued = self._issued()
         if not issued.any():
             return  # no warp takes this branch
+        masks = np.full((1, 1), FULL_MASK, np.uint32) if self._mask is None else pack_mask(self._mask)
         shared, global_ = (
             None if side is None else np.broadcast_to(side, (*side.shape[:2], LANES)) for side in (shared, global_)
         )
-        strange = np.zeros((1, 1), bool) if odd is None else (odd & self.active).any(-1)
-        for warps, unmodelled in ((issued & ~strange, False), (issued & strange, True)):
-            if warps.any():
-                event = AccessEvent(
-                    place, masks, warps, shared, global_, self.ctas, self.shape[1], self._order, unmodelled
-                )
-                self._sink.access(event)
+        self._sink.access(AccessEvent(place, masks, issued, shared, global_, self.ctas, self.shape[1], self._order))
 
     def _at(self, tensor: Tensor, offset: np.ndarray) -> np.ndarray:
         """Where the tensor's bytes lie in the memory that holds them: shared memory is one, a global tensor its own."""

@@ -31,6 +31,17 @@ METRICS = {
 """What each column equals in Nsight Compute."""
 
 
+SUMMED = (
+    "wavefronts",
+    "ideal",
+    "sectors",
+    "ideal_sectors",
+    "unmodelled",
+    "unknown_wavefronts",
+    "unknown_sectors",
+)  # of simgpu.replay.Totals
+
+
 @dataclass(frozen=True)
 class SiteCounters:
     """One row: the counters of a site, or of all sites together.
@@ -136,10 +147,7 @@ class CounterSink:
         self.order[site] = min(self.order.get(site, event.order), event.order)
         row["executed"] += event.executed
         row["bytes"] += _lanes(masks) * site.width * times
-        if event.unmodelled:
-            row["unmodelled"] += counted.accesses * times
-            return
-        for name in ("wavefronts", "ideal", "sectors", "ideal_sectors", "unmodelled"):
+        for name in SUMMED:
             row[name] += getattr(counted, name) * times
 
     def work(self, event: WorkEvent) -> None:
@@ -159,11 +167,8 @@ class CounterSink:
         rows = []
         for site in sorted(self.counts, key=self.order.__getitem__):
             row, used = self.counts[site], site.instruction
-            # An access without a rule leaves its shared side unknown; of one that is global only, or that
-            # nobody measured at all, the sectors too.
-            blind = bool(row["unmodelled"])
-            shared = used.shared and not blind
-            global_ = used.global_ and not (blind and (not used.shared or not used.proven))
+            shared = used.shared and not row["unknown_wavefronts"]
+            global_ = used.global_ and not row["unknown_sectors"]
             rows.append(
                 SiteCounters(
                     site.name,

@@ -18,7 +18,7 @@ from simgpu import warp
 from simgpu.access import MemoryAccess
 from simgpu.errors import SimError
 from simgpu.events import Site
-from simgpu.instructions import INSTRUCTIONS, LANES, nearest
+from simgpu.instructions import INSTRUCTIONS, LANES, NO_SOURCE, nearest
 from simgpu.lockstep import describe, pack_mask
 from simgpu.tensor import Ref, SharedTensor
 from simgpu.unknown import UNKNOWN, Unknown
@@ -297,8 +297,10 @@ class CTA(MemoryAccess):
         target = self._offset(place, dst, bytes, self.active)
         source = self._offset(place, src, bytes, self.active & (copied > 0), copied)
         filled = copied < bytes
-        addresses = self._absolute(dst.tensor, target), self._absolute(src.tensor, source)
-        self._emit(place, *addresses, odd=filled if filled.any() else None)
+        # cp.async.cg with zero-fill has no rule; without a source it is told so even where a lane reads some bytes.
+        sourceless = filled if cache == "cg" else copied == 0
+        read = np.where(sourceless, NO_SOURCE, self._absolute(src.tensor, source))
+        self._emit(place, self._absolute(dst.tensor, target), read)
         if self._global:
             itemsize = dst.tensor.dtype.itemsize
             values = self._read(place, src.tensor, source, bytes // itemsize, self._mask)

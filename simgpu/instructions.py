@@ -16,6 +16,7 @@ from simgpu.errors import SimError
 
 LANES = 32  # threads of a warp
 FULL_MASK = 0xFFFFFFFF
+NO_SOURCE = -1  # in place of the global address of a cp.async lane that reads nothing and fills with zeros
 
 
 @dataclass(frozen=True)

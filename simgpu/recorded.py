@@ -39,8 +39,7 @@ Progress = Callable[[int, int], None]  # (done, total)
 @dataclass(frozen=True)
 class Chunk:
     """n consecutive accesses: ``site`` int[n] into ``sites``, ``order`` int[n] and ``ctas`` int[n] of the instruction,
-    ``masks`` uint32[n], ``shared`` int32[n, 32] and ``global_`` int64[n, 32] byte addresses, ``unmodelled`` bool[n]
-    (uses no rule covers).
+    ``masks`` uint32[n], ``shared`` int32[n, 32] and ``global_`` int64[n, 32] byte addresses.
 
     ``places`` say where in the file a row stands: one for each row, or one for the chunk. JSON lines have a site per
     instruction and width, without a file.
@@ -53,28 +52,25 @@ class Chunk:
     masks: np.ndarray
     shared: np.ndarray
     global_: np.ndarray
-    unmodelled: np.ndarray
     places: list[str] | str
 
     def events(self) -> Iterator[tuple[np.ndarray, AccessEvent]]:
         """What the emulator would tell a sink: for each site, its rows (int[k]) and an event of k CTAs of one warp."""
         for index in np.unique(self.site):
             site, here = self.sites[index], np.flatnonzero(self.site == index)
-            first = int(self.order[here].min())
-            for unmodelled in (False, True):
-                rows = here[self.unmodelled[here] == unmodelled]
-                if len(rows):
-                    yield rows, AccessEvent(
-                        site,
-                        self.masks[rows, None],
-                        np.ones((len(rows), 1), bool),
-                        self.shared[rows, None] if site.instruction.shared else None,
-                        self.global_[rows, None] if site.instruction.global_ else None,
-                        ctas=self.ctas[rows],
-                        warps=1,
-                        order=first,
-                        unmodelled=unmodelled,
-                    )
+            yield (
+                here,
+                AccessEvent(
+                    site,
+                    self.masks[here, None],
+                    np.ones((len(here), 1), bool),
+                    self.shared[here, None] if site.instruction.shared else None,
+                    self.global_[here, None] if site.instruction.global_ else None,
+                    ctas=self.ctas[here],
+                    warps=1,
+                    order=int(self.order[here].min()),
+                ),
+            )
 
     def counted(self) -> Iterator[tuple[Site, np.ndarray, Columns]]:
         """For each site: its rows (int[k]) and what each costs. Raises SimError naming the place."""
@@ -83,10 +79,6 @@ class Chunk:
                 columns = replay(event.site.instruction, event.site.width, *_flat(event))
             except SimError as error:
                 raise self._explained(rows, event) or error from None
-            if event.unmodelled:
-                for column in columns.arrays():
-                    column[:] = -1
-                columns.unmodelled[:] = True
             yield event.site, rows, columns
 
     def count(self) -> CounterSink:
@@ -158,7 +150,6 @@ def _trace_chunks(file: str, progress: Progress | None) -> Iterator[Chunk]:
             columns["mask"],
             columns["shared"],
             columns["global"],
-            columns["unmodelled"],
             f"{file}: chunk {number}",
         )
         done += len(columns["mask"])
@@ -219,7 +210,6 @@ def _chunk(accesses: list[_Access], sites: dict[Site, int], first: int) -> Chunk
         np.array([access.mask for access in accesses], np.uint32),
         np.array([access.shared for access in accesses], np.int32),
         np.array([access.global_ for access in accesses], np.int64),
-        np.zeros(len(accesses), bool),
         [access.place for access in accesses],
     )
 

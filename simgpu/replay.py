@@ -15,7 +15,7 @@ import numpy as np
 
 from simgpu import replay_lanes as lanes
 from simgpu.errors import SimError
-from simgpu.instructions import FULL_MASK, LANES, Instruction
+from simgpu.instructions import FULL_MASK, LANES, NO_SOURCE, Instruction
 from simgpu.replay_conflicts import distinct_words
 from simgpu.rules import WORD, group_lanes
 
@@ -53,7 +53,8 @@ class Totals:
     """Sums over accesses. A number without a proven rule adds 0; ``unmodelled`` counts the accesses with one.
 
     ``wavefronts``, ``ideal``: shared-memory passes; ``max_wavefronts``: those of the worst single access.
-    ``sectors``, ``ideal_sectors``: 32-byte global sectors.
+    ``sectors``, ``ideal_sectors``: 32-byte global sectors. ``unknown_wavefronts``, ``unknown_sectors`` count the
+    accesses whose rule for that memory is not proven.
     """
 
     accesses: int = 0
@@ -63,6 +64,8 @@ class Totals:
     ideal_sectors: int = 0
     unmodelled: int = 0
     max_wavefronts: int = 0
+    unknown_wavefronts: int = 0
+    unknown_sectors: int = 0
 
     def __add__(self, other: Totals) -> Totals:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -99,8 +102,8 @@ def totals(instruction: Instruction, width: int, masks, shared=None, global_=Non
     """The sums of :func:`replay`'s columns, from the same arguments, in memory that does not grow with n.
 
     >>> from simgpu.instructions import instruction
-    >>> totals(instruction("lds"), 4, [0xFFFFFFFF] * 2, shared=[[128 * lane for lane in range(32)]] * 2)
-    Totals(accesses=2, wavefronts=64, ideal=2, sectors=0, ideal_sectors=0, unmodelled=0, max_wavefronts=32)
+    >>> totals(instruction("lds"), 4, [0xFFFFFFFF] * 2, shared=[[128 * lane for lane in range(32)]] * 2).wavefronts
+    64
     """
     masks, sides = _checked(instruction, width, masks, shared, global_)
 
@@ -240,6 +243,8 @@ def _count(instruction: Instruction, width: int, masks, sides, columns: Columns,
     if refused >= 0:
         for memory, rows, _ in _sides(instruction, sides[0], sides[-1]):
             for lane, address in enumerate(rows[refused].tolist()):
+                if instruction.shared and memory == "global" and address == NO_SOURCE:
+                    continue
                 if int(masks[refused]) >> lane & 1 and (address < 0 or address % width):
                     raise SimError(f"access {first + refused}: lane {lane}: {memory} byte address {address} is not a "
                                    f"non-negative multiple of {width}")
@@ -254,9 +259,13 @@ def _sum(columns: Columns) -> Totals:
     def known(column: np.ndarray | None) -> int:
         return 0 if column is None else int(np.maximum(column, 0).sum(dtype=np.int64))
 
+    def unknown(column: np.ndarray | None) -> int:
+        return 0 if column is None else int(np.count_nonzero(column < 0))
+
     worst = 0 if columns.wavefronts is None else max(int(columns.wavefronts.max()), 0)
     return Totals(len(columns.unmodelled), known(columns.wavefronts), known(columns.ideal), known(columns.sectors),
-                  known(columns.ideal_sectors), int(np.count_nonzero(columns.unmodelled)), worst)
+                  known(columns.ideal_sectors), int(np.count_nonzero(columns.unmodelled)), worst,
+                  unknown(columns.wavefronts), unknown(columns.sectors))
 
 
 def _over_threads(part: Callable[[slice], object], accesses: int, threads: int) -> list:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from simgpu.instructions import LANES
+from simgpu.instructions import LANES, NO_SOURCE
 from simgpu.replay_conflicts import COMPARATORS
 from simgpu.rules import BANKS, LINE, SECTOR, WORD
 
@@ -33,6 +33,16 @@ def refuses(width, mask, rows, access):
         if mask >> lane & 1:
             bad |= rows[access, lane]
     return bad < 0 or bad & (width - 1) != 0
+
+
+@compiled
+def reading(mask, global_, access):
+    """The active lanes of a cp.async that have a source: the others fill with zeros."""
+    reads = mask
+    for lane in range(LANES):
+        if global_[access, lane] == NO_SOURCE:
+            reads &= ~(np.uint32(1) << np.uint32(lane))
+    return reads
 
 
 @compiled
@@ -185,7 +195,7 @@ def crowded(elements, count, to_sector, to_line):
 
 
 @compiled
-def most_in_the_way(shift, mask, shared, global_, access, first, last):
+def most_in_the_way(shift, mask, reads, shared, global_, access, first, last):
     """The most lanes first..last-1, itself included, that one of them meets on a shared or a global bank."""
     most = 0
     for lane in range(first, last):
@@ -194,7 +204,8 @@ def most_in_the_way(shift, mask, shared, global_, access, first, last):
             if mask >> lane & mask >> other & 1:
                 same_target = (shared[access, lane] ^ shared[access, other]) & LINE - 1
                 same_source = (global_[access, lane] ^ global_[access, other]) & LINE - 1
-                meets += same_target >> shift == 0 or same_source >> shift == 0
+                both_read = lane == other or reads >> lane & reads >> other & 1
+                meets += same_target >> shift == 0 or (both_read and same_source >> shift == 0)
         most = max(most, meets)
     return most
 
@@ -206,21 +217,24 @@ def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, l
     group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
         mask = masks[access]
-        if refuses(width, mask, shared, access) or refuses(width, mask, global_, access):
+        reads = reading(mask, global_, access)
+        if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):
             return access
-        lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
+        lanes = sort_active(SECTOR_SHIFT, reads, global_, access, units)
         sectors[access] = distinct(units, lanes)
         least_sectors[access] = ideal_sectors(lanes, width, sectors[access])
-        passes = 0
+        passes = active = 0
         for first in range(0, LANES, group):
             s = fullest_bank(shift, mask, shared, access, first, first + group, lanes_on)
-            g = fullest_bank(shift, mask, global_, access, first, first + group, lanes_on)
+            g = fullest_bank(shift, reads, global_, access, first, first + group, lanes_on)
             if min(s, g) > 1:  # else the lanes in the way are those of the one side that conflicts
-                passes += most_in_the_way(shift, mask, shared, global_, access, first, first + group)
+                passes += most_in_the_way(shift, mask, reads, shared, global_, access, first, first + group)
             else:
                 passes += max(s, g)
+        for lane in range(LANES):
+            active += mask >> lane & 1
         wavefronts[access] = passes
-        ideal[access] = full_lines(lanes, width)
+        ideal[access] = full_lines(active, width)
     return -1
 
 
@@ -252,8 +266,13 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
     chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
     for access in range(len(masks)):
         mask = masks[access]
-        if refuses(width, mask, shared, access) or refuses(width, mask, global_, access):
+        reads = reading(mask, global_, access)
+        if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):
             return access
+        if reads != mask:
+            wavefronts[access] = ideal[access] = sectors[access] = least_sectors[access] = -1
+            unmodelled[access] = True
+            continue
         lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
         least_sectors[access] = ideal_sectors(lanes, width, distinct(units, lanes))
         repeated = repeats(mask, shared, access, 0, LANES, ring)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simgpu.errors import SimError
-from simgpu.instructions import LANES, Instruction
+from simgpu.instructions import LANES, NO_SOURCE, Instruction
 
 WORD = 4  # bytes
 BANKS = 32
@@ -60,7 +60,8 @@ def cost(
     ``shared`` and ``global_`` are 32 byte addresses (those of inactive lanes are ignored; shared
     addresses count from the start of the bank-0-aligned shared window). Raises
     :class:`~simgpu.errors.SimError` for a width or mask the instruction does not have, a missing address
-    list, or a misaligned or negative address.
+    list, or a misaligned or negative address. A lane of a cp.async that reads nothing, because it fills all its
+    bytes with zeros, has :data:`~simgpu.instructions.NO_SOURCE` for a global address.
 
     >>> from simgpu.instructions import instruction
     >>> cost(instruction("lds"), 4, 0xFFFFFFFF, shared=[128 * lane for lane in range(32)])
@@ -77,13 +78,15 @@ def cost(
             continue
         if addresses is None or len(addresses) != LANES:
             raise SimError(f"{instruction.name} needs {LANES} {memory} byte addresses")
-        for lane in active:
+        copies = instruction.shared and memory == "global"
+        used = [lane for lane in active if not (copies and addresses[lane] == NO_SOURCE)]
+        for lane in used:
             if addresses[lane] < 0 or addresses[lane] % width:
                 raise SimError(
                     f"{instruction.name}: lane {lane}: {memory} byte address {addresses[lane]} is not a "
                     f"non-negative multiple of {width}"
                 )
-        sides.append({lane: addresses[lane] for lane in active})
+        sides.append({lane: addresses[lane] for lane in used})
     if not instruction.proven:
         return Cost(unmodelled=True)
     return RULES[instruction.family](instruction, width, *sides)
@@ -249,13 +252,13 @@ def copy_through_l1(_: Instruction, width: int, shared: dict[int, int], global_:
     Two lanes of a group are in each other's way if they write the same shared bank or read the same bank of
     a global line, the same address too. A group takes as many wavefronts as its most crowded lane sees lanes in
     the way, itself included. Measured: exact on 1,728 cases, repeated sources and targets among them, on 1,728
-    fresh ones and on the 210 of patterns.jsonl. A lane that zero-fills all its bytes is on no global bank and in no
-    sector, one that zero-fills some is like any other (exact on 768 more): this function is about lanes that read.
+    fresh ones and on the 210 of patterns.jsonl. A lane that fills all its bytes with zeros is on no global bank and
+    in no sector, one that fills some is like any other (exact on 768 more).
     """
     wavefronts = 0
     lanes = group_lanes(width)
     for first in range(0, LANES, lanes):
-        banks = [(shared[lane] % LINE // width, global_[lane] % LINE // width)
+        banks = [(shared[lane] % LINE // width, global_[lane] % LINE // width if lane in global_ else f"none of {lane}")
                  for lane in range(first, first + lanes) if lane in shared]
         wavefronts += max((sum(s == t or g == h for t, h in banks) for s, g in banks), default=0)
     sectors = touched_sectors(global_)
@@ -273,8 +276,11 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
 
     Measured: sectors exact on all 323 cases (560 more in an earlier campaign); wavefronts on the 304 where no
     half feeds a whole block, 234 of them with repeated sources or targets, on which that part of the rule was found.
-    The source page has no columns for cp.async.cg: its ideals are those of cp.async.ca.
+    The source page has no columns for cp.async.cg: its ideals are those of cp.async.ca. Zero-fill is not measured:
+    unmodelled.
     """
+    if len(global_) < len(shared):
+        return Cost(unmodelled=True)
     source_of: dict[int, int] = {}
     for lane, target in sorted(shared.items()):
         source_of.setdefault(target, global_[lane])

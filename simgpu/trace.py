@@ -5,8 +5,8 @@ consecutive accesses, one ``.npy`` member per column. Chunks bound the memory of
 checksums and closing directory show damage and truncation.
 
 Columns of n accesses, in program order: ``site`` int32[n] (index into the manifest's sites), ``order`` int64[n],
-``cta`` int64[n], ``warp`` int32[n], ``mask`` uint32[n], ``unmodelled`` bool[n] (a use no rule covers), and byte
-addresses ``shared`` int32[n, 32] and ``global`` int64[n, 32] (-1 where the instruction does not use that memory).
+``cta`` int64[n], ``warp`` int32[n], ``mask`` uint32[n], and byte addresses ``shared`` int32[n, 32] and ``global``
+int64[n, 32] (-1 where the instruction does not use that memory, or a lane of a cp.async reads nothing).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from simgpu.errors import SimError
 from simgpu.events import AccessEvent, Site, WorkEvent
 from simgpu.instructions import instruction
 
-FORMAT, VERSION = "simgpu-trace", 2
+FORMAT, VERSION = "simgpu-trace", 1
 CHUNK_ROWS = 1 << 16  # about 26 MB of columns
 COLUMNS = {
     "site": ("<i4", ()),
@@ -37,7 +37,6 @@ COLUMNS = {
     "cta": ("<i8", ()),
     "warp": ("<i4", ()),
     "mask": ("<u4", ()),
-    "unmodelled": ("|b1", ()),
     "shared": ("<i4", (32,)),
     "global": ("<i8", (32,)),
 }
@@ -103,7 +102,7 @@ class TraceWriter:
         rows = event.rows()
         count = len(rows["mask"])
         index = self._sites.setdefault(event.site, len(self._sites))
-        same = {"site": index, "order": event.order, "unmodelled": event.unmodelled, "shared": -1, "global": -1}
+        same = {"site": index, "order": event.order, "shared": -1, "global": -1}
         rows = {name: np.broadcast_to(value, (count, *COLUMNS[name][1])) for name, value in same.items()} | rows
         self._rows.append(rows)
         self._pending += count

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from implementations import both, cost_of_row
 
-from simgpu.instructions import INSTRUCTIONS, instruction
+from simgpu.instructions import INSTRUCTIONS, NO_SOURCE, instruction
 from simgpu.replay import replay
-from simgpu.rules import cost, group_lanes, pairs_merge
+from simgpu.rules import cost, pairs_merge
 from validation.access import SASS, kernel_name, launches, measured, metrics_of, packed
 from validation.access_patterns import Pattern, patterns
 
@@ -100,27 +100,21 @@ def test_every_number_equals_its_counter(costs, name):
     assert (compared, refused) == ROWS[name]
 
 
-def zero_filled(row):
-    """A cp.async.ca row with zero-fill, as the rule sees it: no source where nothing is read."""
-    mask, reads = int(row["active_mask"], 16), row["source_bytes"]
-    return [(lane, row["shared_byte_offset"][lane], row["global_byte_offset"][lane] if reads[lane] else None)
-            for lane in range(32) if mask >> lane & 1]
-
-
+@pytest.mark.parametrize("costs", [reference, compiled])
 @pytest.mark.parametrize("name", ["access_source", "access_fresh"])
-def test_a_lane_that_fills_everything_with_zeros_takes_part_on_the_shared_side_only(name):
-    checked = 0
+def test_a_lane_that_fills_everything_with_zeros_takes_part_on_the_shared_side_only(costs, name):
+    groups = {}
     for row in rows(name):
-        if row["op"] != "cp.async.ca" or "source_bytes" not in row:
-            continue
-        width, lanes, passes = row["bytes_per_lane"], zero_filled(row), 0
-        for first in range(0, 32, group_lanes(width)):
-            group = [(s % 128 // width, ("none", lane) if g is None else g % 128 // width)
-                     for lane, s, g in lanes if first <= lane < first + group_lanes(width)]
-            passes += max((sum(s == t or g == h for t, h in group) for s, g in group), default=0)
-        assert passes == row["counters"][SOURCE["wavefronts"]], row
-        assert len({g // 32 for _, _, g in lanes if g is not None}) == row["counters"].get(SOURCE["sectors"], 0), row
-        checked += 1
+        if row["op"] == "cp.async.ca" and "source_bytes" in row:
+            sources = [address if read else NO_SOURCE
+                       for address, read in zip(row["global_byte_offset"], row["source_bytes"], strict=True)]
+            groups.setdefault(row["bytes_per_lane"], []).append(row | {"global_byte_offset": sources})
+    checked = 0
+    for group in groups.values():
+        for row, found in zip(group, costs(group), strict=True):
+            numbers = {field: row["counters"].get(counter, 0) for field, counter in SOURCE.items()}
+            assert numbers == {field: getattr(found, field) for field in SOURCE}, row
+            checked += 1
     assert checked == 384
 
 

@@ -122,16 +122,20 @@ def test_a_copy_goes_from_global_to_shared_in_one_dtype():
         emulate(lambda cta, src: cta.cp_async(cta.shared("t", int32, (32, 4))[cta.lane, 0], src[0]), src)
 
 
-def test_only_warps_with_a_zero_filling_lane_are_unmodelled():
-    """So that counters do not depend on which CTAs a batch holds."""
+@pytest.mark.parametrize(
+    "cache, filled, unmodelled, sectors", [("cg", 8, 1, None), ("ca", 8, 0, 160), ("ca", 16, 0, 160)]
+)
+def test_zero_filling_lanes_are_counted_where_a_rule_covers_them(cache, filled, unmodelled, sectors):
+    """By the warp, so that counters do not depend on which CTAs a batch holds."""
 
     def body(cta, src):
         tile = cta.shared("tile", float32, (64, 4))
         short = (cta.bx == 3) & (cta.tid == 40)
-        cta.cp_async(tile[cta.tid, 0], src[4 * cta.tid], 16, src_bytes=np.where(short, 8, 16), site="copy")
+        src_bytes = np.where(short, 16 - filled, 16)
+        cta.cp_async(tile[cta.tid, 0], src[4 * cta.tid], 16, cache=cache, src_bytes=src_bytes, site="copy")
 
     row = emulate(body, GlobalTensor("src", float32, (256,)), grid=5, block=64, mode="addresses").table["copy"]
-    assert (row.executed, row.unmodelled) == (10, 1)
+    assert (row.executed, row.unmodelled, row.sectors) == (10, unmodelled, sectors)
 
 
 # ---- groups -----------------------------------------------------------------------------------------------

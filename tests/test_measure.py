@@ -155,7 +155,7 @@ def test_cases_are_distinct_and_parse():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["transpose"], "error: nvidia-smi not found: install the NVIDIA driver"),
-    (["transpos"], "error: unknown kernel 'transpos' (known: transpose, hgemm_ladder, smem_to_reg)"),
+    (["transpos"], "error: unknown kernel 'transpos' (known: transpose, hgemm_ladder, smem_to_reg, kda_b1"),
 ])
 def test_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))

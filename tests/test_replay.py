@@ -8,7 +8,7 @@ from implementations import cost_of_row
 
 from simgpu import replay as replay_module
 from simgpu.errors import SimError
-from simgpu.instructions import FULL_MASK, INSTRUCTIONS, instruction
+from simgpu.instructions import FULL_MASK, INSTRUCTIONS, NO_SOURCE, instruction
 from simgpu.replay import Totals, replay, totals
 from simgpu.replay_conflicts import merge_exchange
 from simgpu.rules import cost, group_lanes
@@ -59,6 +59,9 @@ def columns(draw, form):
     mask = [FULL_MASK if known.matrices else draw(masks) for _ in range(n)]
     shared = [draw(vectors(SHARED_VECTORS)) * width for _ in range(n if known.shared else 0)]
     global_ = [draw(vectors(GLOBAL_VECTORS)) * width for _ in range(n if known.global_ else 0)]
+    if known.shared and known.global_:
+        fills = draw(st.just(0) | masks)
+        global_ = [np.where(fills >> np.arange(32) & 1, NO_SOURCE, row) for row in global_]
     return (np.tile(np.array(mask, np.uint32), times),
             np.tile(np.array(shared, np.int32), (times, 1)) if known.shared else None,
             np.tile(np.array(global_, np.int64), (times, 1)) if known.global_ else None)
@@ -78,6 +81,8 @@ def seeded(form, n, seed=0):
     rng = np.random.default_rng(seed)
     active = np.full(n, FULL_MASK) if known.matrices else rng.integers(0, FULL_MASK, n, endpoint=True)
     shared, global_ = (width * rng.integers(0, window, (n, 32)) * rng.integers(0, 3, (n, 1)) for window in (128, 64))
+    if known.shared and known.global_:
+        global_[rng.random(global_.shape) < 0.02] = NO_SOURCE
     return active.astype(np.uint32), shared.astype(np.int32), global_
 
 
@@ -117,8 +122,12 @@ def test_totals_are_the_sums_in_blocks_and_threads_too(form, monkeypatch):
     def known(column):
         return 0 if column is None else int(column[column >= 0].sum())
 
+    def unknown(column):
+        return 0 if column is None else int((column < 0).sum())
+
     sums = Totals(accesses=333, unmodelled=int(found.unmodelled.sum()),
                   max_wavefronts=0 if found.wavefronts is None else max(0, int(found.wavefronts.max())),
+                  unknown_wavefronts=unknown(found.wavefronts), unknown_sectors=unknown(found.sectors),
                   **{name: known(getattr(found, name)) for name in ("wavefronts", "ideal", "sectors", "ideal_sectors")})
     assert sums.accesses == sums.unmodelled or sums.wavefronts + sums.sectors > 0
     for threads in (1, 2, 3):
@@ -200,7 +209,7 @@ def test_any_integer_array_in_any_order_counts_the_same():
     frozen = shared.copy()
     frozen.flags.writeable = False
     assert numbers(replay(*form, active.tolist(), frozen, np.asfortranarray(global_))) == expected
-    wider = active.astype(np.int64), shared.astype(np.int64), global_.astype(np.uint64)
+    wider = active.astype(np.int64), shared.astype(np.int64), global_.astype(np.float64).astype(np.int32)
     assert numbers(replay(*form, *wider)) == expected
     assert numbers(replay(*form, active[::2], shared[::2], global_[::2])) == [column[::2] for column in expected]
 

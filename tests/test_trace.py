@@ -50,7 +50,7 @@ def events(draw) -> list[AccessEvent]:
         ]
         first = draw(st.integers(0, 5))
         numbers = np.arange(first, first + ctas)
-        program.append(AccessEvent(site, masks, issued, *sides, numbers, warps, order, draw(st.booleans())))
+        program.append(AccessEvent(site, masks, issued, *sides, numbers, warps, order))
     return program
 
 
@@ -95,7 +95,7 @@ def write(path, orders=range(3), rows=20, **changes) -> None:
             masks = np.full((1, 1), FULL_MASK, np.uint32)
             shared = addresses.astype(np.int32) if site.instruction.shared else None
             global_ = addresses.astype(np.int64) if site.instruction.global_ else None
-            writer.access(AccessEvent(site, masks, masks != 0, shared, global_, np.arange(4), 4, order, order == 1))
+            writer.access(AccessEvent(site, masks, masks != 0, shared, global_, np.arange(4), 4, order))
         writer._flush()
 
 
@@ -111,7 +111,6 @@ def test_columns_read_back_as_documented(tmp_path):
     assert launch == {"kernel": "k"} and sites == tuple(SITES[:3])
     assert [len(chunk["mask"]) for chunk in chunks] == [32, 16]
     assert chunks[0]["cta"][:5] == [0, 0, 0, 0, 1] and chunks[0]["warp"][:5] == [0, 1, 2, 3, 0]
-    assert chunks[0]["unmodelled"] == [False] * 16 + [True] * 16
     assert chunks[0]["global"][0] == [-1] * 32 and chunks[1]["global"][0][1] == 48
     assert chunks[0].keys() == COLUMNS.keys()
     assert len(TraceReader(tmp_path / "t.trace")) == 48

@@ -113,7 +113,47 @@ def smem_to_reg_cases() -> list[str]:
             for c, m, z, v in product((1, 2), (0, 1), (1, 0), ("A1", "A2", "A2L", "A3"))]
 
 
-KERNELS = {"transpose": transpose_cases, "hgemm_ladder": hgemm_cases, "smem_to_reg": smem_to_reg_cases}
+BIG, RAGGED, SMALL = ({"tokens": 8192, "sequences": 1, "heads": 8}, {"tokens": 1000, "sequences": 3, "heads": 4},
+                      {"tokens": 1024, "sequences": 1, "heads": 2})  # the chunks of a sequence's end are not full
+
+
+def kda_cases(variants: tuple[str, ...], singles: tuple[tuple[str, dict], ...]) -> list[str]:
+    """Every variant on many full tiles and on ragged ones; single parameters changed on few."""
+    return [case(v, **size) for size in (BIG, RAGGED) for v in variants] + [case(v, **SMALL, **p) for v, p in singles]
+
+
+def kda_b1_cases() -> list[str]:
+    """B1: the variants; every staging stride and vector width; the union and the round trip in other layouts."""
+    singles = [("movm", {"stage_stride": s, "stage_vec": v}) for s in (128, 132, 136) for v in (1, 2)]
+    singles += [("union", {"diagonal": 1}), ("roundtrip", {"stage_stride": 132})]
+    variants = ("roundtrip", "movm", "pad132", "float2", "sw128", "diagonal", "union", "union_sw128")
+    return kda_cases(variants, tuple(singles))
+
+
+def kda_b2_cases() -> list[str]:
+    """B2: the variants; other staging strides and the swizzle."""
+    singles = [(v, {"stage_stride": 132}) for v in ("noalias", "kdsunion", "scalar")]
+    singles += [("kdsunion", {"stage_stride": 136}), ("kdsunion", {"swizzle": 1})]
+    variants = ("sinbug", "sinfix", "noalias", "scalar", "kdsunion", "nob0", "l13", "l13_16bytes", "frag", "pad136",
+                "sw128", "sunion")
+    return kda_cases(variants, tuple(singles))
+
+
+def kda_b0_cases() -> list[str]:
+    """B0 by itself."""
+    return kda_cases(("b0alone", "l13", "l13_16bytes", "l12"), ())
+
+
+def kda_b3_cases() -> list[str]:
+    """B3: the ladder; its last rung with single steps taken back; other strides and tile layouts."""
+    back = [("union", 0), ("opt7", 0), ("epilogue", 0), ("k1", 1), ("k1", 0), ("fold", 0), ("tile", 0), ("tile", 1)]
+    singles = [("a1d", {name: value}) for name, value in back]
+    singles += [(v, {"scratch_stride": 132}) for v in ("a1d", "fold", "vec8")]
+    return kda_cases(("l6", "opt2", "l7", "fold", "vec8", "l7c", "l8", "atomics", "a1d"), tuple(singles))
+
+
+KERNELS = {"transpose": transpose_cases, "hgemm_ladder": hgemm_cases, "smem_to_reg": smem_to_reg_cases,
+           "kda_b1": kda_b1_cases, "kda_b2": kda_b2_cases, "kda_b0": kda_b0_cases, "kda_b3": kda_b3_cases}
 
 
 # ---- how it is measured ----------------------------------------------------------------------------------------------
