@@ -259,7 +259,7 @@ def written_before(mask, shared, access, lane):
 @compiled
 def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
     """cp.async.cg: (row, line, kind of the moves, parity) over the (block, sector) pairs, sectors repeated or not."""
-    units, ring = np.empty(LANES, np.int64), np.empty(2 * LANES, np.int64)
+    ring = np.empty(2 * LANES, np.int64)
     block, sector, kind = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     row, line, deep = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     wave_of = np.empty(LANES, np.int64)
@@ -273,8 +273,9 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
             wavefronts[access] = ideal[access] = sectors[access] = least_sectors[access] = -1
             unmodelled[access] = True
             continue
-        lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
-        least_sectors[access] = ideal_sectors(lanes, width, distinct(units, lanes))
+        lanes = 0
+        for lane in range(LANES):
+            lanes += mask >> lane & 1
         repeated = repeats(mask, shared, access, 0, LANES, ring)
         pairs = 0
         for lane in range(LANES):
@@ -306,6 +307,7 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
                 deep[group] = from_sector
                 waves += 1
         sectors[access] = pairs + twice
+        least_sectors[access] = ideal_sectors(lanes, width, sectors[access])
         wavefronts[access] = waves if not twice else -1
         ideal[access] = full_lines(lanes, width) if not twice else -1
         unmodelled[access] = twice > 0

@@ -113,13 +113,13 @@ def smem_to_reg_cases() -> list[str]:
             for c, m, z, v in product((1, 2), (0, 1), (1, 0), ("A1", "A2", "A2L", "A3"))]
 
 
-BIG, RAGGED, SMALL = ({"tokens": 8192, "sequences": 1, "heads": 8}, {"tokens": 1000, "sequences": 3, "heads": 4},
-                      {"tokens": 1024, "sequences": 1, "heads": 2})  # the chunks of a sequence's end are not full
+BIG = {"tokens": 8192, "sequences": 1, "heads": 8}
+RAGGED = {"tokens": 1000, "sequences": 3, "heads": 4}  # the last chunk of a sequence is not full
 
 
 def kda_cases(variants: tuple[str, ...], singles: tuple[tuple[str, dict], ...]) -> list[str]:
-    """Every variant on many full tiles and on ragged ones; single parameters changed on few."""
-    return [case(v, **size) for size in (BIG, RAGGED) for v in variants] + [case(v, **SMALL, **p) for v, p in singles]
+    """Every variant, and some with a parameter changed, on many full tiles; the variants on ragged ones too."""
+    return [*(case(v, **size) for size in (BIG, RAGGED) for v in variants), *(case(v, **BIG, **p) for v, p in singles)]
 
 
 def kda_b1_cases() -> list[str]:

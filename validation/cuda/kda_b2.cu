@@ -166,12 +166,14 @@ __global__ __launch_bounds__(kThreads) void S_side(const Arguments x) {
       }
     }
   }
-  // kdS = kd S: k runs along S's keys, which are contiguous, so the read is plain.
+  // kdS = kd S: k runs along S's keys, which are contiguous, so the read is plain. Without the fix it is the read of
+  // above once more, which ptxas would drop; an offset of 0 that it cannot know keeps the instruction.
+  const uint32_t opaque = SINFIX ? 0 : gridDim.z - 1;
 #pragma unroll
   for (int k0 = 0; k0 < kD; k0 += 16) {
     LDSM_X4(a[0], a[1], a[2], a[3], shared + kKd + at_sw128<kC>(lane % 16, k0 + lane / 16 * 8));  // @site kd.ldsm
     const uint32_t from = at_state<SWIZZLE>(16 * warp + lane / 16 * 8 + lane % 8, k0 + lane / 8 % 2 * 8);
-    LDSM_X4(b[0], b[1], b[2], b[3], shared + kS + from);                                          // @site S.kdS.ldsm
+    LDSM_X4(b[0], b[1], b[2], b[3], shared + kS + from + opaque);                                 // @site S.kdS.ldsm
     multiply(kdS, a, b);
   }
 
