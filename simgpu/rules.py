@@ -277,7 +277,7 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
     Measured: sectors exact on all 323 cases (560 more in an earlier campaign); wavefronts on the 304 where no
     half feeds a whole block, 234 of them with repeated sources or targets, on which that part of the rule was found.
     The ideal sectors are the source page's, which counts sectors as above (exact on 90 runs of the kernels measured
-    here); it has no wavefronts for cp.async.cg: their ideal is that of cp.async.ca. Zero-fill is not measured: unmodelled.
+    here); it has no wavefronts for cp.async.cg: their ideal is that of cp.async.ca. Zero-fill is not measured.
     """
     if len(global_) < len(shared):
         return Cost(unmodelled=True)
