@@ -36,6 +36,22 @@ def refuses(width, mask, rows, access):
 
 
 @compiled
+def moved(masks, rows, access):
+    """Whether an access is the one before it moved by whole 128-byte lines, which changes no cost and no refusal.
+
+    Neighbouring warps of a kernel mostly are. Lanes that are off count too: they can only cost the short cut.
+    """
+    if access == 0 or masks[access] != masks[access - 1]:
+        return False
+    shift = rows[access, 0] - rows[access - 1, 0]
+    different, negative = shift & (LINE - 1), rows[access, 0]
+    for lane in range(LANES):
+        different |= (rows[access, lane] - rows[access - 1, lane]) ^ shift
+        negative |= rows[access, lane]
+    return different == 0 and negative >= 0
+
+
+@compiled
 def reading(mask, global_, access):
     """The active lanes of a cp.async that have a source: the others fill with zeros."""
     reads = mask
@@ -144,6 +160,10 @@ def global_access(width, masks, global_, sectors, ideal):
     """LDG and STG: the distinct sectors touched."""
     units = np.empty(LANES, np.int64)
     for access in range(len(masks)):
+        if moved(masks, global_, access):
+            sectors[access] = sectors[access - 1]
+            ideal[access] = ideal[access - 1]
+            continue
         mask = masks[access]
         if refuses(width, mask, global_, access):
             return access
@@ -216,6 +236,12 @@ def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, l
     units, lanes_on = np.empty(LANES, np.int64), np.empty(BANKS, np.int64)
     group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
+        if moved(masks, shared, access) and moved(masks, global_, access):
+            wavefronts[access] = wavefronts[access - 1]
+            ideal[access] = ideal[access - 1]
+            sectors[access] = sectors[access - 1]
+            least_sectors[access] = least_sectors[access - 1]
+            continue
         mask = masks[access]
         reads = reading(mask, global_, access)
         if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):
@@ -265,6 +291,13 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
     wave_of = np.empty(LANES, np.int64)
     chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
     for access in range(len(masks)):
+        if moved(masks, shared, access) and moved(masks, global_, access):
+            wavefronts[access] = wavefronts[access - 1]
+            ideal[access] = ideal[access - 1]
+            sectors[access] = sectors[access - 1]
+            least_sectors[access] = least_sectors[access - 1]
+            unmodelled[access] = unmodelled[access - 1]
+            continue
         mask = masks[access]
         reads = reading(mask, global_, access)
         if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):

@@ -113,6 +113,22 @@ def test_every_access_costs_what_the_reference_says(form, data):
 
 
 @each(FORMS)
+def test_a_row_that_is_the_one_before_moved_costs_what_the_reference_says(form):
+    """By whole lines it costs the same, and is not computed again; by less, or on one side only, it may not."""
+    active, shared, global_ = seeded(form, 40)
+    moves = np.array([[0, 0], [128, 0], [0, 128], [128, 256], [-128, -128], [32, 64], [64, 32]]) + 512
+    repeated = np.repeat(np.arange(40), len(moves))
+    by_shared, by_global = np.tile(moves, (40, 1)).T[:, :, None]
+    shared, sources = shared[repeated] + by_shared.astype(np.int32), global_[repeated]
+    global_ = np.where(sources == NO_SOURCE, NO_SOURCE, sources + by_global)
+    check = [side if used else None for side, used in ((shared, form[0].shared), (global_, form[0].global_))]
+    found = replay(*form, active[repeated], *check)
+    for row, mask in enumerate(active[repeated].tolist()):
+        sides = (None if side is None else side[row].tolist() for side in check)
+        assert cost_of_row(found, row) == cost(*form, mask, *sides)
+
+
+@each(FORMS)
 def test_totals_are_the_sums_in_blocks_and_threads_too(form, monkeypatch):
     monkeypatch.setattr(replay_module, "ROWS_PER_THREAD", 50)
     monkeypatch.setattr(replay_module, "ROWS_PER_SUM", 70)
