@@ -46,7 +46,10 @@ class MemoryAccess(Lockstep):
         if rows < LANES:  # ldmatrix.x1 and .x2 ignore the addresses of the other lanes
             offset = np.where(lanes, offset, 0)
         address = self._absolute(ref.tensor, offset)
-        self._emit(place, *((address, None) if isinstance(ref.tensor, SharedTensor) else (None, address)))
+        if isinstance(ref.tensor, SharedTensor):
+            self._emit(place, address, None, ref.tensor.name)
+        else:
+            self._emit(place, None, address)
         return offset
 
     def _offset(
@@ -114,8 +117,11 @@ class MemoryAccess(Lockstep):
     def _bytes(self, tensor: Tensor) -> Bytes:
         return self._shared if isinstance(tensor, SharedTensor) else self._global[tensor]
 
-    def _emit(self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None) -> None:
-        """Tell the sink. ``shared`` (int32) and ``global_`` (int64) are byte addresses, [c, w, 32]."""
+    def _emit(
+        self, place: Site, shared: np.ndarray | None, global_: np.ndarray | None, tensor: str | None = None
+    ) -> None:
+        """Tell the sink. ``shared`` (int32, in the shared tensor of that name) and ``global_`` (int64) are byte
+        addresses, [c, w, 32]."""
         self._order += 1
         issued = self._issued()
         if not issued.any():
@@ -124,7 +130,9 @@ class MemoryAccess(Lockstep):
         shared, global_ = (
             None if side is None else np.broadcast_to(side, (*side.shape[:2], LANES)) for side in (shared, global_)
         )
-        self._sink.access(AccessEvent(place, masks, issued, shared, global_, self.ctas, self.shape[1], self._order))
+        self._sink.access(
+            AccessEvent(place, masks, issued, shared, global_, self.ctas, self.shape[1], self._order, tensor)
+        )
 
     def _at(self, tensor: Tensor, offset: np.ndarray) -> np.ndarray:
         """Where the tensor's bytes lie in the memory that holds them: shared memory is one, a global tensor its own."""

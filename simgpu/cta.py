@@ -300,7 +300,7 @@ class CTA(MemoryAccess):
         # cp.async.cg with zero-fill has no rule; without a source it is told so even where a lane reads some bytes.
         sourceless = filled if cache == "cg" else copied == 0
         read = np.where(sourceless, NO_SOURCE, self._absolute(src.tensor, source))
-        self._emit(place, self._absolute(dst.tensor, target), read)
+        self._emit(place, self._absolute(dst.tensor, target), read, dst.tensor.name)
         if self._global:
             itemsize = dst.tensor.dtype.itemsize
             values = self._read(place, src.tensor, source, bytes // itemsize, self._mask)

@@ -34,7 +34,7 @@ class AccessEvent:
     active lane included; ``shared`` int32[c, w, 32] and ``global_`` int64[c, w, 32] byte addresses, None where the
     instruction does not use that memory.
     ``ctas`` are the linear CTA numbers of the batch, ``warps`` the warps of a CTA, ``order`` the
-    instruction's place in program order.
+    instruction's place in program order; ``tensor`` is the name of the shared tensor it addresses, where it is known.
     """
 
     site: Site
@@ -45,6 +45,7 @@ class AccessEvent:
     ctas: np.ndarray
     warps: int
     order: int
+    tensor: str | None = None
 
     @property
     def executed(self) -> int:
