@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from simgpu.errors import SimError
@@ -29,8 +32,11 @@ class MemoryAccess(Lockstep):
         memory: GlobalMemory | None,
         shared_limit: int,
         sites: dict[str, Site],
+        layouts: Mapping[str, Any] | None = None,
     ):
         super().__init__(launch, ctas, sink, sites)
+        self.tensors: dict[str, SharedTensor] = {}  # in shared memory, in the order of their allocation
+        self._layouts = layouts or {}  # in place of those the kernel gives its shared tensors of these names
         self._extents: dict[str, tuple[int, int]] = {}  # shared tensors: first byte, byte after the last
         self._shared_limit, self._global = shared_limit, memory
         self._shared = SharedMemory(self.shape) if memory else None

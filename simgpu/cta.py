@@ -53,8 +53,9 @@ class CTA(MemoryAccess):
     ) -> SharedTensor:
         """Allocate a tensor in shared memory, on a multiple of ``align`` bytes, after those allocated so far.
 
-        ``alias_of`` (a tensor, or neighbours) places it over their bytes instead, as a union does. Raises
-        SimError when it does not fit there, or in the block's limit.
+        ``alias_of`` (a tensor, or neighbours) places it over their bytes instead, as a union does. A layout that
+        the run substitutes for ``name`` comes before ``layout``. Raises SimError when it does not fit there, or in
+        the block's limit.
         """
         if name in self._extents:
             raise SimError(f"shared tensor {name!r} is allocated twice")
@@ -62,7 +63,7 @@ class CTA(MemoryAccess):
         extents = sorted(self._extents[other.name] for other in over)
         base = extents[0][0] if over else -(-self.shared_bytes // align) * align
         room = max((stop for _, stop in extents), default=0)
-        tensor = SharedTensor(name, dtype, shape, layout, base=base)
+        tensor = SharedTensor(name, dtype, shape, self._layouts.get(name, layout), base=base)
         end = base + tensor.nbytes
         if over:
             gaps = [start - stop for (_, stop), (start, _) in pairwise(extents)]
@@ -71,7 +72,7 @@ class CTA(MemoryAccess):
                     f"shared tensor {name!r}: {tensor.nbytes} bytes do not fit the bytes "
                     f"{base}..{room} of {', '.join(other.name for other in over)}"
                 )
-        self._extents[name] = (base, end)
+        self._extents[name], self.tensors[name] = (base, end), tensor
         self.shared_bytes = max(self.shared_bytes, end)
         if end > self._shared_limit:
             raise SimError(

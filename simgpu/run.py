@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from simgpu.counters import CounterSink, CounterTable
 from simgpu.cta import CTA
 from simgpu.errors import DataDependent, SimError
 from simgpu.events import AccessEvent, Sink, Site, WorkEvent
+from simgpu.instructions import nearest
 from simgpu.launch import Launch, blaming
 from simgpu.memory import GlobalMemory
+from simgpu.tensor import SharedTensor
 
 SHARED_LIMIT = 232448  # bytes a block may opt in to on compute capability 9.0 (227 KB)
 BATCH_WARPS = 8192  # addresses only: 8,192 warps x 32 lanes x 8 bytes = 2 MiB an array. Smaller is slower: Python's
@@ -40,7 +43,8 @@ class Result:
 
     ``table``: counters per site. ``shared_bytes``: what a block allocated. ``ctas`` were emulated of
     ``launch.ctas``. ``values``: whether data was computed; ``arrays``: then the global tensors by name.
-    ``checked``: the CTAs run with values first, to find what only values show (0: none).
+    ``checked``: the CTAs run with values first, to find what only values show (0: none). ``shared_tensors``: what the
+    last batch allocated in shared memory, in order.
     """
 
     launch: Launch
@@ -50,6 +54,7 @@ class Result:
     values: bool
     checked: int = 0
     arrays: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    shared_tensors: tuple[SharedTensor, ...] = field(default=(), repr=False)
 
 
 def simulate(
@@ -60,6 +65,7 @@ def simulate(
     sinks: Iterable[Sink] = (),
     threads: int = 1,
     shared_limit: int = SHARED_LIMIT,
+    layouts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Emulate the first ``ctas`` CTAs of ``launch`` (None: all) and count every memory instruction.
@@ -68,8 +74,9 @@ def simulate(
     reproduced; ``addresses`` computes addresses alone; ``auto`` runs CTA 0 with values, then all with addresses
     alone, or everything with values when addresses depend on data, or when the launch can check its result and
     has at most :data:`VERIFY_WARPS` warps. ``sinks`` also receive every
-    event, in program order. ``threads`` share the CTAs of an address-only run. ``progress(done, all)`` is called after
-    every batch. Raises :class:`~simgpu.errors.SimError` for what the device would refuse.
+    event, in program order. ``threads`` share the CTAs of an address-only run. ``layouts`` maps names of shared tensors
+    to layouts that take the place of the kernel's own. ``progress(done, all)`` is called after every batch. Raises
+    :class:`~simgpu.errors.SimError` for what the device would refuse, and for a layout of a tensor there is not.
     """
     total = launch.ctas if ctas is None else ctas
     if not 1 <= total <= launch.ctas:
@@ -81,14 +88,14 @@ def simulate(
     # touched, so it costs nothing) makes it keep them: mallopt(3), "dynamic adjustment of the mmap threshold".
     np.empty(LARGEST_KEPT, np.uint8)
     sinks = tuple(sinks)
-    emulation = _Emulation(launch, total, sinks, shared_limit, progress)
+    emulation = _Emulation(launch, total, sinks, shared_limit, progress, layouts)
     small = launch.check is not None and total == launch.ctas and total * launch.warps <= VERIFY_WARPS
     if mode == "values" or (mode == "auto" and small):
         return emulation.with_values()
     checked = 0
     if mode == "auto" and sum(tensor.nbytes for tensor in launch.tensors) <= CHECK_BYTES:
         checked = 1
-        _Emulation(launch, 1, (), shared_limit, None).with_values(verify=False)
+        _Emulation(launch, 1, (), shared_limit, None, layouts).with_values(verify=False)
     try:
         return emulation.addresses_only(1 if sinks else threads, checked)
     except DataDependent:
@@ -97,22 +104,24 @@ def simulate(
         # Sinks have heard nothing that is not heard again only if none was given; a trace must start afresh.
         for sink in sinks:
             sink.restart()
-        return _Emulation(launch, total, sinks, shared_limit, progress).with_values()
+        return _Emulation(launch, total, sinks, shared_limit, progress, layouts).with_values()
 
 
 class _Emulation:
     """One pass over the CTAs of a launch."""
 
-    def __init__(self, launch: Launch, ctas: int, sinks: tuple[Sink, ...], shared_limit: int, progress):
-        self.launch, self.ctas, self.sinks, self.shared_limit, self.progress = (
+    def __init__(self, launch: Launch, ctas: int, sinks: tuple[Sink, ...], shared_limit: int, progress, layouts):
+        self.launch, self.ctas, self.sinks, self.shared_limit, self.progress, self.layouts = (
             launch,
             ctas,
             sinks,
             shared_limit,
             progress,
+            layouts or {},
         )
         self.sites: dict[str, Site] = {}
         self.shared_bytes = 0
+        self.shared_tensors: tuple[SharedTensor, ...] = ()
 
     def with_values(self, verify: bool = True) -> Result:
         with blaming(f"{self.launch.name}: initial data"):
@@ -131,7 +140,7 @@ class _Emulation:
                 right = right is None or bool(right)
             if not right:
                 raise SimError(f"{self.launch.name}: the result is wrong")
-        return Result(self.launch, counter.table(), self.shared_bytes, self.ctas, True, 0, arrays)
+        return self._result(counter.table(), True, 0, arrays)
 
     def addresses_only(self, threads: int, checked: int) -> Result:
         def count(batch: np.ndarray) -> tuple[CounterSink, int]:
@@ -149,18 +158,37 @@ class _Emulation:
                     done += size
                     if self.progress:
                         self.progress(done, self.ctas)
-        return Result(self.launch, whole.table(), self.shared_bytes, self.ctas, False, checked)
+        return self._result(whole.table(), False, checked, {})
+
+    def _result(self, table: CounterTable, values: bool, checked: int, arrays: dict[str, np.ndarray]) -> Result:
+        return Result(
+            self.launch, table, self.shared_bytes, self.ctas, values, checked, arrays, self.shared_tensors
+        )
 
     def _batches(self, warps: int):
         step = max(1, warps // self.launch.warps)
         return (np.arange(first, min(first + step, self.ctas)) for first in range(0, self.ctas, step))
 
     def _run(self, batch: np.ndarray, sink: Sink, memory: GlobalMemory | None) -> None:
-        cta = CTA(self.launch, batch, sink, memory=memory, shared_limit=self.shared_limit, sites=self.sites)
+        cta = CTA(
+            self.launch,
+            batch,
+            sink,
+            memory=memory,
+            shared_limit=self.shared_limit,
+            sites=self.sites,
+            layouts=self.layouts,
+        )
         # Arithmetic on a GPU does not trap: infinities and NaNs are values.
         with blaming(f"kernel {self.launch.name!r}"), np.errstate(all="ignore"):
             self.launch.body(cta, *self.launch.args)
+        for name in self.layouts:
+            if name not in cta.tensors:
+                raise SimError(
+                    f"kernel {self.launch.name!r} has no shared tensor {name!r}{nearest(name, cta.tensors)}"
+                )
         self.shared_bytes = max(self.shared_bytes, cta.shared_bytes)
+        self.shared_tensors = tuple(cta.tensors.values())
 
 
 @dataclass(frozen=True)
