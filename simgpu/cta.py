@@ -336,7 +336,7 @@ class CTA(MemoryAccess):
         """
         if pending < 0:
             raise SimError(f"cp.async.wait_group {pending}: the number of groups is not negative")
-        self._work("cp.async.wait")
+        self._work("cp.async.wait", pending)
         if self._global:
             self._shared.wait(pending, self._mask)
 

@@ -5,5 +5,9 @@ class SimError(Exception):
     """Bad input, or something the device would refuse: one line that names the place and the value."""
 
 
+class Fault(SimError):
+    """What the device would refuse while it runs: some lane's address, barrier or shuffle."""
+
+
 class DataDependent(SimError):
     """An address or a branch needs a loaded value, but the run carries addresses only."""

@@ -84,11 +84,17 @@ class AccessEvent:
 
 @dataclass(frozen=True)
 class WorkEvent:
-    """An instruction that is no memory access: ``kind`` (``mma.m16n8k16``, ``barrier`` ...), by ``warps`` warps."""
+    """An instruction that is no memory access: ``kind`` (``mma.m16n8k16``, ``barrier`` ...), by ``warps`` warps.
+
+    ``lanes`` bool broadcastable to [ctas, warps, 32] are the active ones, None for all; ``pending`` is the operand of
+    a ``cp.async.wait``.
+    """
 
     kind: str
     warps: int
     order: int
+    lanes: np.ndarray | None = None
+    pending: int = 0
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from simgpu.errors import DataDependent, SimError
+from simgpu.errors import DataDependent, Fault, SimError
 from simgpu.events import Sink, Site, WorkEvent
 from simgpu.instructions import instruction
 from simgpu.launch import FOREIGN, Launch
@@ -88,7 +88,7 @@ class Lockstep:
     # ---- refusals ----------------------------------------------------------------------------------------
 
     def _refuse(self, place: Site | None, lanes: np.ndarray, message: str, values: np.ndarray | None = None) -> None:
-        """Raise SimError for the first of ``lanes`` (bool); ``{}`` in the message becomes its entry of ``values``."""
+        """Raise a Fault for the first of ``lanes`` (bool); ``{}`` in the message becomes its entry of ``values``."""
         lanes = np.broadcast_to(lanes, self.shape)
         if not lanes.any():
             return
@@ -96,7 +96,7 @@ class Lockstep:
         if values is not None:
             message = message.replace("{}", str(np.broadcast_to(values, self.shape)[cta, warp, lane]))
         where = f"CTA {self.ctas[cta]}, warp {warp}, lane {lane}: "
-        raise SimError(f"{'' if place is None else describe(place) + ': '}{where}{message}")
+        raise Fault(f"{'' if place is None else describe(place) + ': '}{where}{message}")
 
     # ---- sites, addresses, events ------------------------------------------------------------------------
 
@@ -120,12 +120,12 @@ class Lockstep:
             )
         return found
 
-    def _work(self, kind: str) -> None:
+    def _work(self, kind: str, pending: int = 0) -> None:
         """Tell the sink about an instruction that is no memory access."""
         self._order += 1
         warps = int(np.broadcast_to(self._issued(), self.shape[:2]).sum())
         if warps:
-            self._sink.work(WorkEvent(kind, warps, self._order))
+            self._sink.work(WorkEvent(kind, warps, self._order, self._mask, pending))
 
 
 def known(value, what: str) -> np.ndarray:
