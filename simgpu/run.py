@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
@@ -60,27 +60,28 @@ class Result:
 def simulate(
     launch: Launch,
     *,
-    ctas: int | None = None,
+    ctas: int | Sequence[int] | None = None,
     mode: str = "auto",
     sinks: Iterable[Sink] = (),
     threads: int = 1,
     shared_limit: int = SHARED_LIMIT,
     layouts: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    make: Callable[..., CTA] = CTA,
 ) -> Result:
-    """Emulate the first ``ctas`` CTAs of ``launch`` (None: all) and count every memory instruction.
+    """Emulate the first ``ctas`` CTAs of ``launch`` (None: all; a sequence: those) and count every memory instruction.
 
     ``mode``: ``values`` computes data, so results can be compared and every refusal of the device is
     reproduced; ``addresses`` computes addresses alone; ``auto`` runs CTA 0 with values, then all with addresses
     alone, or everything with values when addresses depend on data, or when the launch can check its result and
     has at most :data:`VERIFY_WARPS` warps. ``sinks`` also receive every
     event, in program order. ``threads`` share the CTAs of an address-only run. ``layouts`` maps names of shared tensors
-    to layouts that take the place of the kernel's own. ``progress(done, all)`` is called after every batch. Raises
+    to layouts that take the place of the kernel's own. ``progress(done, all)`` is called after every batch. ``make``
+    builds a batch of CTAs: a subclass of :class:`~simgpu.cta.CTA` may watch a run, or change it. Raises
     :class:`~simgpu.errors.SimError` for what the device would refuse, and for a layout of a tensor there is not.
     """
-    total = launch.ctas if ctas is None else ctas
-    if not 1 <= total <= launch.ctas:
-        raise SimError(f"{ctas} CTAs asked for; the grid {launch.grid} has {launch.ctas}")
+    chosen = _chosen(launch, ctas)
+    total = len(chosen)
     if mode not in MODES:
         raise SimError(f"mode {mode!r} is none of {', '.join(MODES)}")
     # glibc gives a large array's pages back to the system when it is freed, and faults them in again for the next
@@ -88,14 +89,14 @@ def simulate(
     # touched, so it costs nothing) makes it keep them: mallopt(3), "dynamic adjustment of the mmap threshold".
     np.empty(LARGEST_KEPT, np.uint8)
     sinks = tuple(sinks)
-    emulation = _Emulation(launch, total, sinks, shared_limit, progress, layouts)
+    emulation = _Emulation(launch, chosen, sinks, shared_limit, progress, layouts, make)
     small = launch.check is not None and total == launch.ctas and total * launch.warps <= VERIFY_WARPS
     if mode == "values" or (mode == "auto" and small):
         return emulation.with_values()
     checked = 0
     if mode == "auto" and sum(tensor.nbytes for tensor in launch.tensors) <= CHECK_BYTES:
         checked = 1
-        _Emulation(launch, 1, (), shared_limit, None, layouts).with_values(verify=False)
+        _Emulation(launch, chosen[:1], (), shared_limit, None, layouts, make).with_values(verify=False)
     try:
         return emulation.addresses_only(1 if sinks else threads, checked)
     except DataDependent:
@@ -104,21 +105,37 @@ def simulate(
         # Sinks have heard nothing that is not heard again only if none was given; a trace must start afresh.
         for sink in sinks:
             sink.restart()
-        return _Emulation(launch, total, sinks, shared_limit, progress, layouts).with_values()
+        return _Emulation(launch, chosen, sinks, shared_limit, progress, layouts, make).with_values()
+
+
+def _chosen(launch: Launch, ctas: int | Sequence[int] | None) -> Sequence[int]:
+    """The linear numbers of the CTAs to emulate, ascending."""
+    if ctas is None:
+        return range(launch.ctas)
+    if isinstance(ctas, int):
+        if not 1 <= ctas <= launch.ctas:
+            raise SimError(f"{ctas} CTAs asked for; the grid {launch.grid} has {launch.ctas}")
+        return range(ctas)
+    numbers = sorted(set(ctas))
+    if not numbers or not 0 <= numbers[0] <= numbers[-1] < launch.ctas:
+        raise SimError(f"CTAs {list(ctas)} asked for; the grid {launch.grid} has 0 to {launch.ctas - 1}")
+    return numbers
 
 
 class _Emulation:
     """One pass over the CTAs of a launch."""
 
-    def __init__(self, launch: Launch, ctas: int, sinks: tuple[Sink, ...], shared_limit: int, progress, layouts):
-        self.launch, self.ctas, self.sinks, self.shared_limit, self.progress, self.layouts = (
+    def __init__(self, launch: Launch, chosen: Sequence[int], sinks: tuple[Sink, ...], shared_limit: int, progress,
+                 layouts, make: Callable[..., CTA]):
+        self.launch, self.chosen, self.sinks, self.shared_limit, self.progress, self.layouts = (
             launch,
-            ctas,
+            chosen,
             sinks,
             shared_limit,
             progress,
             layouts or {},
         )
+        self.ctas, self.make = len(chosen), make
         self.sites: dict[str, Site] = {}
         self.shared_bytes = 0
         self.shared_tensors: tuple[SharedTensor, ...] = ()
@@ -167,10 +184,10 @@ class _Emulation:
 
     def _batches(self, warps: int):
         step = max(1, warps // self.launch.warps)
-        return (np.arange(first, min(first + step, self.ctas)) for first in range(0, self.ctas, step))
+        return (np.array(self.chosen[first : first + step]) for first in range(0, self.ctas, step))
 
     def _run(self, batch: np.ndarray, sink: Sink, memory: GlobalMemory | None) -> None:
-        cta = CTA(
+        cta = self.make(
             self.launch,
             batch,
             sink,
