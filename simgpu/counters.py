@@ -10,7 +10,7 @@ import numpy as np
 
 from simgpu.errors import SimError
 from simgpu.events import AccessEvent, Site, WorkEvent
-from simgpu.instructions import instruction
+from simgpu.instructions import INSTRUCTIONS
 from simgpu.replay import totals
 
 METRICS = {
@@ -127,7 +127,9 @@ class CounterTable:
 
 def _concerns(row: SiteCounters, column: str) -> bool:
     """Whether ``row``'s instruction uses the memory that ``column`` counts."""
-    used = instruction(row.instruction)
+    used = INSTRUCTIONS.get(row.instruction)
+    if used is None:  # an opcode of an imported trace that simgpu has no name for
+        return True
     return used.shared if column in ("wavefronts", "ideal") else used.global_
 
 

@@ -116,13 +116,19 @@ def count(chunks: Iterable[Chunk]) -> CounterTable:
 
 
 def read_recorded(file: str, stream: BinaryIO | None = None, progress: Progress | None = None) -> Iterator[Chunk]:
-    """The accesses of ``file``: a trace, or JSON lines; ``stream`` (binary) is read as JSON lines instead if given.
+    """The accesses of ``file``: a trace, an Accel-Sim trace (``.traceg``) or JSON lines; ``stream`` (binary) is read as
+    JSON lines instead if given.
 
     ``progress(done, total)`` is called after every chunk where the total is known. Raises SimError for a file that is
     neither, naming the line or the chunk.
     """
     if stream is not None:
         yield from _json_chunks(stream, file)
+        return
+    from simgpu.traceg import is_traceg, read_traceg  # it imports this module for Chunk
+
+    if is_traceg(file):
+        yield from read_traceg(file, progress)
         return
     try:
         with open(file, "rb") as opened:

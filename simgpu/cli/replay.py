@@ -27,7 +27,8 @@ IN_MEMORY = 1 << 25  # bytes of output held before it goes to a temporary file
 def replay(file, allow_unmodelled, fmt):
     """Count recorded accesses, from a trace or JSON lines.
 
-    FILE is a trace of `simgpu conflicts --save-trace`, or JSON lines (- reads them from stdin). A JSON line has "op",
+    FILE is a trace of `simgpu conflicts --save-trace`, an NVBit trace of the Accel-Sim tracer (.traceg, .traceg.gz,
+    .traceg.xz: a row per PC), or JSON lines (- reads them from stdin). A JSON line has "op",
     "bytes_per_lane", "active_mask" and the 32 "shared_byte_offset" and/or "global_byte_offset" of one warp access. With
     --format json every access gets one JSON line, in order; otherwise there is a row per site.
 
