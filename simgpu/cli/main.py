@@ -21,6 +21,7 @@ COMMANDS = {
     "gpus": "simgpu.cli.machines",
     "validate": "simgpu.cli.validate",
     "compare": "simgpu.cli.compare",
+    "diff": "simgpu.cli.diff",
     "kernels": "simgpu.cli.kernels",
 }
 

@@ -1,0 +1,136 @@
+"""What a launch asks of each unit of the GPU: the demand that :mod:`models.cost` prices.
+
+The counter table says most of it. Two things are added here: the bytes that must cross DRAM at least once, and how many
+updates meet at the most wanted sector of global memory (:class:`ContentionSink`), because an atomic waits for the one
+before it. What the emulator does not trace (float and integer arithmetic on numpy arrays) is no part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from simgpu.counters import CounterTable, SiteCounters
+from simgpu.events import AccessEvent, WorkEvent
+from simgpu.instructions import instruction
+from simgpu.rules import LINE, SECTOR
+
+
+@dataclass(frozen=True)
+class Work:
+    """The demand of a whole grid of ``ctas`` CTAs.
+
+    ``data_wavefronts``: passes of the L1's data pipe, those of shared memory and, at least, those of global memory.
+    ``copy_wavefronts``: those of cp.async.cg, which go around that pipe. ``sectors``: 32 bytes each, between L1 and L2.
+    ``tensor_bytes``: what the global tensors hold; ``dram_bytes``: what must cross DRAM at least. ``mma_flop``: on the
+    tensor cores. ``contended``: updates of the most wanted sector by atomics. ``unmodelled`` names the sites some of
+    whose accesses have no proven rule, and whose share is missing.
+    """
+
+    ctas: int
+    data_wavefronts: float
+    copy_wavefronts: float
+    sectors: float
+    tensor_bytes: int
+    dram_bytes: float
+    mma_flop: float
+    contended: float
+    unmodelled: tuple[str, ...] = ()
+
+
+def work_of(table: CounterTable, *, ctas: int, grid: int, tensor_bytes: int, contended: int = 0) -> Work:
+    """The demand of a grid of ``grid`` CTAs, from the counters of ``ctas`` of them (the rest is taken to be alike).
+
+    ``tensor_bytes``: of all global tensors of the launch; each crosses DRAM once, unless fewer bytes are asked for.
+
+    >>> row = SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 40, 40, 1280)
+    >>> work_of(CounterTable((row,), {"mma.m16n8k16": 2}), ctas=1, grid=3, tensor_bytes=4096)
+    Work(ctas=3, data_wavefronts=30.0, copy_wavefronts=0.0, sectors=120.0, tensor_bytes=4096, dram_bytes=3840.0, \
+mma_flop=24576.0, contended=0.0, unmodelled=())
+    """
+    scale = grid / ctas
+    sectors = scale * sum(row.sectors or 0 for row in table.sites)
+    return Work(
+        ctas=grid,
+        data_wavefronts=scale * sum(map(data_wavefronts, table.sites)),
+        copy_wavefronts=scale * sum(row.wavefronts or 0 for row in table.sites if row.instruction == "cp.async.cg"),
+        sectors=sectors,
+        tensor_bytes=tensor_bytes,
+        dram_bytes=min(float(tensor_bytes), sectors * SECTOR),
+        mma_flop=scale * sum(mma_flop(kind) * warps for kind, warps in table.work.items()),
+        contended=scale * contended,
+        unmodelled=tuple(row.site for row in table.sites if row.unmodelled),
+    )
+
+
+def data_wavefronts(row: SiteCounters) -> int:
+    """The least passes of the L1 data pipe (``l1tex__data_pipe_lsu_wavefronts``) that a site's accesses take.
+
+    Shared memory: its wavefronts. cp.async.cg: one per request; its data goes around the pipe (measured: GEMMs end
+    before the pipe could have carried both). Global loads, stores and atomics: one per instruction, and one per
+    128 bytes of sectors; more is not understood. Measured: a lower bound on each run in ``validation/measured/h200``,
+    and 0.93 to 1 of the counter in most of them.
+
+    >>> data_wavefronts(SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 320, 40, 1280))
+    80
+    """
+    used = instruction(row.instruction)
+    if row.instruction == "cp.async.cg":
+        return row.executed
+    passes = row.wavefronts or 0
+    if used.global_ and not used.shared:
+        passes += max(row.executed, -(-(row.sectors or 0) // (LINE // SECTOR)))
+    return passes
+
+
+def mma_flop(kind: str) -> int:
+    """Floating-point operations of one warp's mma instruction, 0 for another kind of work.
+
+    >>> mma_flop("mma.m16n8k16"), mma_flop("barrier")
+    (4096, 0)
+    """
+    shape = re.fullmatch(r"mma\.m(\d+)n(\d+)k(\d+)", kind)
+    return 2 * int(shape[1]) * int(shape[2]) * int(shape[3]) if shape else 0
+
+
+class ContentionSink:
+    """Counts, per sector of global memory, the updates that atomics send there one after the other.
+
+    Lanes of a warp on different elements of a sector travel together, lanes on one element do not
+    (:func:`simgpu.rules.global_atomic`).
+    """
+
+    def __init__(self):
+        self.restart()
+
+    def access(self, event: AccessEvent) -> None:
+        if event.site.instruction.family != "atomg":
+            return
+        masks, _, addresses, times = event.columns()
+        on = (masks[:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+        warp = np.broadcast_to(np.arange(len(masks))[:, None], on.shape)[on]
+        element, lanes = np.unique(np.stack([warp, addresses[on]]), axis=1, return_counts=True)
+        place, first = np.unique(np.stack([element[0], element[1] // SECTOR]), axis=1, return_index=True)
+        if len(first):
+            turns = np.maximum.reduceat(lanes, first)
+            for sector, updates in zip(*_sums(place[1], turns), strict=True):
+                self.updates[sector] = self.updates.get(sector, 0) + updates * times
+
+    def work(self, event: WorkEvent) -> None:
+        """No atomic is among these."""
+
+    def restart(self) -> None:
+        self.updates: dict[int, int] = {}
+
+    @property
+    def busiest(self) -> int:
+        """Updates of the most wanted sector, 0 without atomics."""
+        return max(self.updates.values(), default=0)
+
+
+def _sums(keys: np.ndarray, values: np.ndarray) -> tuple[list[int], list[int]]:
+    """The distinct ``keys`` and the sum of ``values`` at each."""
+    distinct, place = np.unique(keys, return_inverse=True)
+    return distinct.tolist(), np.bincount(place, values, len(distinct)).astype(np.int64).tolist()
