@@ -14,12 +14,14 @@ from simgpu.errors import SimError
 
 COMMANDS = {
     "conflicts": "simgpu.cli.conflicts",
+    "report": "simgpu.cli.report",
     "access": "simgpu.cli.access",
     "layout": "simgpu.cli.layout",
     "replay": "simgpu.cli.replay",
     "occupancy": "simgpu.cli.machines",
     "gpus": "simgpu.cli.machines",
     "validate": "simgpu.cli.validate",
+    "claims": "simgpu.cli.claims",
     "compare": "simgpu.cli.compare",
     "diff": "simgpu.cli.diff",
     "kernels": "simgpu.cli.kernels",
