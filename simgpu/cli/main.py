@@ -20,6 +20,7 @@ COMMANDS = {
     "replay": "simgpu.cli.replay",
     "occupancy": "simgpu.cli.machines",
     "gpus": "simgpu.cli.machines",
+    "check": "simgpu.cli.check",
     "validate": "simgpu.cli.validate",
     "claims": "simgpu.cli.claims",
     "compare": "simgpu.cli.compare",
