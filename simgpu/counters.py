@@ -28,7 +28,13 @@ METRICS = {
     "sectors_per_request": "sectors / requests",
     "bytes": "bytes the active lanes asked for",
 }
-"""What each column equals in Nsight Compute."""
+"""What each column equals in Nsight Compute.
+
+The source page and the ``smsp__sass_`` metrics agree with each other. They differ from the hardware's own ``l1tex__``
+counters in two places, and there the numbers here are the hardware's: 8- and 16-byte loads in which neighbouring lanes
+share an address (the source page merges them only where that leaves no conflict), and global atomics of several lanes
+on one sector (the source page counts the sector once). Measured: ``validation/measured/h200/access_*.jsonl.gz``.
+"""
 
 
 SUMMED = (
