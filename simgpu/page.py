@@ -27,6 +27,7 @@ from simgpu.staircase import Staircase, draw
 from simgpu.worst import WorstAccess
 
 BARS = {"wavefronts": "ideal", "sectors": "ideal_sectors"}  # a column with a bar, and what of it is unavoidable
+MARGIN = ("wavefronts", "sectors")  # beside the source
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,22 @@ def page(title: str, runs: Sequence[Run], columns: Sequence[Column], rows: Seque
         title=escape(title),
         heads="".join(_head(run, runs) for run in runs),
         table=_table(columns, rows, footer),
-        options="".join(f'<option value="{escape(row["site"])}">{escape(row["site"])}</option>' for row in rows),
+        options=_options(runs, rows),
         listing=_listing(runs),
         occupancy="".join(_occupancy(run, runs) for run in runs),
         data=_embedded({row["site"]: [view(run, row["site"]) for run in runs] for row in rows}),
     )
+
+
+def _options(runs: Sequence[Run], rows: Sequence[dict]) -> str:
+    """The sites to choose from; the one that wastes most comes first into view."""
+    waste = {row["site"]: (0, 0) for row in rows}
+    for counters in (counters for run in runs for counters in run.table.sites):
+        sectors = (counters.sectors or 0) - (counters.ideal_sectors or 0)
+        waste[counters.site] = max(waste[counters.site], (counters.excessive or 0, sectors))
+    first = max(waste, key=waste.__getitem__, default=None)
+    return "".join(f'<option value="{escape(site)}"{" selected" * (site == first)}>{escape(site)}</option>'
+                   for site in waste)
 
 
 def _embedded(data) -> str:
@@ -88,10 +100,12 @@ def _occupancy(run: Run, runs: Sequence[Run]) -> str:
 
 def _table(columns: Sequence[Column], rows: Sequence[dict], footer: dict) -> str:
     shown = [column for column in columns if not column.data_only and column.says_something([*rows, footer])]
-    heads = "".join(f'<th scope="col"{_kind(column)}><button type="button">{escape(column.title)}</button></th>'
+    heads = "".join(f'<th scope="col"{_kind(column)}><button type="button">{escape(column.heading)}</button></th>'
                     for column in shown)
-    longest = {column.key: max((row.get(column.key) or 0 for row in rows), default=0)
-               for column in shown if not column.text}
+    longest: dict[str, int] = {}  # before and after share a scale
+    for stem, value in ((column.key.partition("@")[0], row.get(column.key)) for column in shown for row in rows):
+        if stem in BARS:
+            longest[stem] = max(longest.get(stem, 0), value or 0)
     body = "".join(
         f'<tr data-site="{escape(row["site"])}" tabindex="0">{"".join(_cell(c, row, longest) for c in shown)}</tr>'
         for row in rows)
@@ -107,18 +121,19 @@ def _cell(column: Column, row: dict, longest: Mapping[str, int]) -> str:
     value = row.get(column.key)
     sick = column.healthy is not None and value is not None and value > column.healthy
     kind = "text" if column.text else "sick" if sick else ""
-    bar = _bar(column.key, row, longest.get(column.key, 0))
+    bar = _bar(column.key, row, longest)
     data = "" if value is None else f' data-value="{escape(str(value))}"'
     return f'<td{f" class={kind}" if kind else ""}{data}>{escape(show(value))}{bar}</td>'
 
 
-def _bar(key: str, row: dict, longest: int) -> str:
-    """A bar as long as the value among its column, the part that conflicts cost in another colour."""
-    stem, _, which = key.partition("@")
-    value, ideal = row.get(key), row.get(f"{BARS.get(stem)}@{which}" if which else BARS.get(stem))
-    if stem not in BARS or not value or not longest:
+def _bar(key: str, row: dict, longest: Mapping[str, int]) -> str:
+    """A bar as long as the value among its column, the part beyond the ideal in another colour."""
+    stem, at, which = key.partition("@")
+    value = row.get(key)
+    if stem not in longest or not value:
         return ""
-    whole, needed = 100 * value / longest, 100 * min(value, value if ideal is None else ideal) / longest
+    ideal = row.get(f"{BARS[stem]}{at}{which}")
+    whole, needed = (100 * part / longest[stem] for part in (value, value if ideal is None else min(value, ideal)))
     return f'<i class="bar"><b style="width:{needed:.2f}%"></b><u style="width:{whole - needed:.2f}%"></u></i>'
 
 
@@ -157,8 +172,8 @@ def _annotated(text: str, name: str, path: str, runs: Sequence[Run]) -> str:
     ]
     lines = text.splitlines()
     wanted = {line for by_line in counters for line in by_line}
-    heads = "".join(f'<th>wavefronts{which}</th><th>excessive{which}</th><th>sectors{which}</th>'
-                    for which in ([""] if len(runs) == 1 else [" before", " after"]))
+    sides = [""] if len(runs) == 1 else [" before", " after"]
+    heads = "".join(f"<th>{key}{side}</th>" for side in sides for key in MARGIN)
     rows = [f'<thead><tr>{heads}<th></th><th class="text">source</th></tr></thead>']
     for first, last in _functions(text, wanted):
         rows.append("<tbody>")
@@ -195,13 +210,13 @@ def _functions(text: str, lines: set[int]) -> list[tuple[int, int]]:
 
 
 def _margin(rows: Sequence[SiteCounters]) -> str:
+    """The counters of a line's sites together, ``?`` where no rule is proven; conflicts in red."""
     cells = []
-    for key in ("wavefronts", "excessive", "sectors"):
+    for key in MARGIN:
         values = [value for value in (getattr(row, key) for row in rows) if value is not None]
-        unknown = any(row.unmodelled for row in rows) and key != "excessive"
-        text = show(sum(values)) if values else "?" if unknown else ""
-        sick = key == "excessive" and sum(values) > 0
-        cells.append(f"<td{' class=sick' if sick else ''}>{'' if key == 'excessive' and not sick else text}</td>")
+        text = show(sum(values)) if values else "?" * any(row.unmodelled for row in rows)
+        sick = key == "wavefronts" and any(row.excessive for row in rows)
+        cells.append(f"<td{' class=sick' if sick else ''}>{text}</td>")
     return "".join(cells)
 
 
@@ -233,7 +248,7 @@ def _bank_map(worst: WorstAccess) -> dict:
         turn = turn + 1 if row.excessive else 0
         cells = [[bank, f"{lanes[0]}{'+' * (len(lanes) > 1)}", f"bank {bank}: lane {lane_ranges(lanes)}"]
                  for bank, lanes in enumerate(row.lanes) if lanes]
-        rows.append({"label": " ".join(row.label.split()), "heat": turn, "cells": cells})
+        rows.append({"label": " \N{MIDDLE DOT} lanes ".join(row.label.split()), "heat": turn, "cells": cells})
     if scheduled:
         legend = "A row is a wavefront and the lanes it may serve, a column a bank, a number the lane. Warm rows are "
         legend += "wavefronts that bank conflicts cost; + marks more lanes on the same word."

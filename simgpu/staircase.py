@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 250  # of the drawing; a page scales it
-LEFT, RIGHT, TOP, BOTTOM = 44, 14, 34, 44
+LEFT, RIGHT, TOP, BOTTOM = 44, 14, 42, 44
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,32 @@ def draw(stairs: Staircase) -> str:
     def y(count: float) -> str:
         return f"{HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * count / top:.1f}"
 
-    path = f"M{x(0)} {y(0)}"
-    for first, last, count in stairs.steps:
-        path += f" L{x(first)} {y(count)} L{x(last)} {y(count)}"
-    parts = [f'<path class="area" d="{path} L{x(right)} {y(0)} Z"/>']
+    # A count holds up to its last value: the drop is there, so that the limit itself lies on the higher step.
+    edges = [stairs.steps[0][0], *(last for _, last, _ in stairs.steps)]
+    line = " L".join(f"{x(before)} {y(step[2])} L{x(after)} {y(step[2])}"
+                     for step, (before, after) in zip(stairs.steps, itertools.pairwise(edges), strict=True))
+    parts = [f'<path class="area" d="M{x(edges[0])} {y(0)} L{line} L{x(right)} {y(0)} Z"/>']
     for count in sorted({*range(0, top + 1, max(1, -(-top // 6))), top}):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(count)}" y2="{y(count)}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y(count)}" text-anchor="end" dy="4">{count}</text>')
     for value, label in stairs.ticks:
         parts.append(f'<text class="tick" x="{x(value)}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">'
                      f"{escape(label)}</text>")
-    parts.append(f'<path class="stairs" d="{path[path.index("L"):].replace("L", "M", 1)}"/>')
+    parts.append(f'<path class="stairs" d="M{line}"/>')
     parts.append(f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
                  f"{escape(stairs.axis)}</text>")
-    parts.append(f'<text class="axis" x="6" y="{TOP - 20}">blocks/SM</text>')
+    parts.append(f'<text class="axis" x="6" y="{TOP - 30}">blocks/SM</text>')
     if stairs.next_at is not None:
         parts.append(f'<line class="next" x1="{x(stairs.next_at)}" x2="{x(stairs.next_at)}" '
                      f'y1="{TOP - 8}" y2="{y(0)}"/>')
-        parts.append(_label("next", stairs.next_label, stairs.next_at / right, x(stairs.next_at), TOP - 12))
+        parts.append(_label("next", stairs.next_label, stairs.next_at / right, x(stairs.next_at),
+                            HEIGHT - BOTTOM - 10))
     if stairs.at is not None:
         parts.append(f'<line class="here" x1="{x(stairs.at)}" x2="{x(stairs.at)}" y1="{y(stairs.blocks)}" '
                      f'y2="{y(0)}"/>')
         parts.append(f'<circle class="here" cx="{x(stairs.at)}" cy="{y(stairs.blocks)}" r="5"/>')
         parts.append(_label("here", f"this kernel: {stairs.blocks}", stairs.at / right, x(stairs.at),
-                            float(y(stairs.blocks)) + (18 if stairs.blocks == top else -10)))
+                            float(y(stairs.blocks)) - 9))
     return (f'<svg class="staircase" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(stairs.title)}">'
             f"{''.join(parts)}</svg>")
 
