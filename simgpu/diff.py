@@ -187,8 +187,8 @@ def verdict(diff: Diff) -> list[str]:
              for change in diff.sites if change.worsened]
     if worse:
         lines.append(f"worse at {'; '.join(worse)}")
-    tails = {f"{side.estimate.waves:.2f} waves: the fullest SM gets {1 / side.estimate.fill - 1:.0%} more CTAs than the "
-             "average, and all wait for it": side for side in (diff.after, diff.before) if side.estimate.fill < 0.9}
+    tails = {f"{side.estimate.waves:.2f} waves: {1 - side.estimate.fill:.0%} of the SMs' time is idle, waiting for the "
+             "SM with the most CTAs": side for side in (diff.after, diff.before) if side.estimate.fill < 0.9}
     return lines + [f"{side.name}: {tail}" for tail, side in tails.items()]
 
 

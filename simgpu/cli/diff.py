@@ -8,7 +8,7 @@ from kernels_py import find
 from models.gpu import load_gpu
 from simgpu.cli.conflicts import configure
 from simgpu.cli.options import format_option, gpu_option, progress, write
-from simgpu.diff import COUNTED, SITE_COLUMNS, Diff, Gate, Side, arrow, compare, side, verdict
+from simgpu.diff import COUNTED, SITE_COLUMNS, Diff, Gate, arrow, compare, side, verdict
 from simgpu.errors import SimError
 from simgpu.report import Column, render
 
@@ -100,12 +100,12 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
             "unknown": _unknown(found), "failed": failed})
     shown = [change for change in found.sites if all_sites or change.status != "same"]
     hidden = len(found.sites) - len(shown)
+    title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"  # wider than a table may be
     sites = render(fmt, SITES, [_cells(change) for change in shown], footer=_cells(found.total),
-                   title=f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}",
-                   notes=[f"{hidden} sites do not change (--all-sites)"] if hidden else [])
+                   notes=[f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"] if hidden else [])
     units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found),
                                                      *(f"not in it: {line}" for line in _unknown(found))])
-    return f"{sites}\n{units}"
+    return f"**{title}**\n\n{sites}\n{units}" if fmt == "md" else f"{title}\n{sites}\n{units}"
 
 
 def _cells(change) -> dict:
@@ -123,17 +123,18 @@ def _units(found: Diff) -> list[dict]:
 
 
 def _launch(found: Diff) -> str:
+    """Resources and occupancy; where registers are unknown, the blocks are those that all else allows."""
+
     def both(column: str) -> str:
         return arrow(found.before.value(column), found.after.value(column))
 
-    registers = "unknown (--regs N)" if found.after.registers is None else both("registers")
-    waves = arrow(*(round(part.estimate.waves, 2) for part in (found.before, found.after)))
-    return (f"{both('shared_bytes')} B shared, registers {registers}, {both('blocks_per_sm')} blocks/SM "
-            f"({_limiter(found.after)}), {waves} waves")
-
-
-def _limiter(part: Side) -> str:
-    return f"limited by {part.fit.limiter}"
+    sides = found.before, found.after
+    unknown = any(part.registers is None for part in sides)
+    registers = "unknown (--regs N)" if unknown else both("registers")
+    limiters = dict.fromkeys(part.fit.limiter for part in sides)
+    waves = arrow(*(round(part.estimate.waves, 2) for part in sides))
+    return (f"{both('shared_bytes')} B shared, registers {registers}, {'up to ' if unknown else ''}"
+            f"{both('blocks_per_sm')} blocks/SM (limited by {' -> '.join(limiters)}), {waves} waves")
 
 
 def _unknown(found: Diff) -> list[str]:
