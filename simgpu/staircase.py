@@ -69,19 +69,20 @@ def draw(stairs: Staircase) -> str:
     parts.append(f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
                  f"{escape(stairs.axis)}</text>")
     parts.append(f'<text class="axis" x="6" y="{TOP - 30}">blocks/SM</text>')
+    labels = []  # drawn last, above the lines
     if stairs.next_at is not None:
         parts.append(f'<line class="next" x1="{x(stairs.next_at)}" x2="{x(stairs.next_at)}" '
                      f'y1="{TOP - 8}" y2="{y(0)}"/>')
-        parts.append(_label("next", stairs.next_label, stairs.next_at / right, x(stairs.next_at),
-                            HEIGHT - BOTTOM - 10))
+        labels.append(_label("next", stairs.next_label, stairs.next_at / right, x(stairs.next_at),
+                             HEIGHT - BOTTOM - 10))
     if stairs.at is not None:
         parts.append(f'<line class="here" x1="{x(stairs.at)}" x2="{x(stairs.at)}" y1="{y(stairs.blocks)}" '
                      f'y2="{y(0)}"/>')
         parts.append(f'<circle class="here" cx="{x(stairs.at)}" cy="{y(stairs.blocks)}" r="5"/>')
-        parts.append(_label("here", f"this kernel: {stairs.blocks}", stairs.at / right, x(stairs.at),
-                            float(y(stairs.blocks)) - 9))
+        labels.append(_label("here", f"this kernel: {stairs.blocks}", stairs.at / right, x(stairs.at),
+                             float(y(stairs.blocks)) - 9))
     return (f'<svg class="staircase" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(stairs.title)}">'
-            f"{''.join(parts)}</svg>")
+            f"{''.join([*parts, *labels])}</svg>")
 
 
 def _label(kind: str, text: str, share: float, x: str, y: float) -> str:
