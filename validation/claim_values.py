@@ -21,7 +21,7 @@ from models.occupancy import occupancy
 from simgpu.counters import SiteCounters
 from simgpu.errors import DataDependent, SimError
 from simgpu.expression import lane_expression
-from simgpu.instructions import FULL_MASK, instruction, nearest
+from simgpu.instructions import FULL_MASK, LANES, instruction, nearest
 from simgpu.rules import LINE
 from simgpu.run import Result, simulate
 from validation.compare import COLUMNS, read_runs
@@ -36,9 +36,9 @@ RATIOS = {  # of such sums
     "n_way": ("wavefronts", "ideal"),
     "wavefronts_per_instruction": ("wavefronts", "executed"),
     "sectors_per_request": ("sectors", "executed"),
+    "excessive_share": ("ideal_sectors", "sectors"),  # % of the sectors that are not ideal
 }
 FACTS = {
-    "excessive_share": "% of the sectors that are excessive",
     "shared_kb": "KB (1,024 B) of shared memory a block",
     "blocks": "blocks per SM: of a kernel, or of a query of threads, registers and shared_bytes",
     "occupancy": "% of an SM's warps that the blocks have, of a kernel or a query",
@@ -166,13 +166,12 @@ def _moved(row: SiteCounters, executed: float, lanes: float) -> Counts:
 
 
 def _of_sites(quantity: str, rows: Sequence[Counts]) -> float:
-    if quantity == "excessive_share":
-        sectors = _summed("sectors", rows)
-        return 100 * (sectors - _summed("ideal_sectors", rows)) / sectors
-    if quantity in RATIOS:
-        above, below = RATIOS[quantity]
-        return _summed(above, rows) / _summed(below, rows)
-    return _summed(quantity, rows)
+    if quantity not in RATIOS:
+        return _summed(quantity, rows)
+    above, below = (_summed(name, rows) for name in RATIOS[quantity])
+    if not below:
+        raise SimError(f"{quantity}: {RATIOS[quantity][1]} is 0")
+    return 100 * (below - above) / below if quantity == "excessive_share" else above / below
 
 
 def _summed(name: str, rows: Sequence[Counts]) -> float:
@@ -192,7 +191,8 @@ def measured_value(reading: Reading, folder: Path) -> Range | None:
     say.
     """
     if reading.query:
-        return _driver(dict(reading.query), folder / "occupancy.csv")
+        blocks = _driver(dict(reading.query), folder / "occupancy.csv")
+        return None if blocks is None else _of_blocks(reading.quantity, blocks, dict(reading.query)["threads"])
     if reading.access:
         return exact(_of_sites(reading.quantity, [_single(folder / "patterns.jsonl", **dict(reading.access))]))
     if reading.quantity == "mma":
@@ -218,13 +218,17 @@ def _fact(quantity: str, run: Mapping[str, Any]) -> Range | None:
         return Range(*(run["clocks_per_iteration"][end] for end in ("median", "min", "max")))
     if quantity == "registers":
         return exact(run["registers"])
-    if quantity == "blocks":
-        return exact(run["blocks_per_sm"])
-    if quantity == "occupancy":
-        return exact(100 * run["blocks_per_sm"] * prod(run["block"]) / load_gpu(MEASURED_ON).sm_threads)
+    if quantity in ("blocks", "occupancy"):
+        return _of_blocks(quantity, run["blocks_per_sm"], prod(run["block"]))
     if quantity == "shared_kb":
         return exact((run["static_shared_bytes"] + run["dynamic_shared_bytes"]) / KB)
     return None
+
+
+def _of_blocks(quantity: str, blocks: int, threads: int) -> Range:
+    if quantity == "blocks":
+        return exact(blocks)
+    return exact(100 * blocks * -(-threads // LANES) / load_gpu(MEASURED_ON).sm_warps)
 
 
 def _measured_counts(row: SiteCounters, site: Mapping[str, Any], ctas: int) -> Counts:
@@ -250,13 +254,14 @@ def _runs(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text(encoding="utf-8"))["runs"]
 
 
-def _driver(query: Mapping[str, int], path: Path) -> Range | None:
+def _driver(query: Mapping[str, int], path: Path) -> int | None:
+    """Blocks per SM by the driver's own answer; None for a query that nobody put to it."""
     wanted = {column: query.get(argument, 0) for column, argument in QUERY.items()}
     try:
         with path.open(encoding="utf-8", newline="") as file:
             for line in csv.DictReader(file):
                 if all(int(line[column]) == value for column, value in wanted.items()):
-                    return exact(int(line[ANSWER]))
+                    return int(line[ANSWER])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise SimError(f"{path}: not the driver's answers: {type(error).__name__}: {error}") from None
     return None

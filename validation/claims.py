@@ -27,13 +27,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf, isclose
+from math import inf, isclose, isfinite
 from pathlib import Path
 from typing import Any
 
 from simgpu.errors import SimError
 from simgpu.instructions import nearest
-from validation.claim_values import QUANTITIES, Range, Reading, measured_value, model_value
+from validation.claim_values import COUNTS, QUANTITIES, RATIOS, Range, Reading, measured_value, model_value
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -131,6 +131,9 @@ class Finding:
             ends = (None,) * 3 if found is None else (found.value, found.low, found.high)
             numbers |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
         head = {name: getattr(self.claim, name) for name in ("id", "section", "text", "document")}
+        bounds = {name: getattr(self.claim, name) for name in ("at_least", "at_most")}
+        head |= {name: bound if isfinite(bound) else None for name, bound in bounds.items()}
+        head["unit"] = "%" if self.claim.percent else self.claim.unit.strip()
         return head | numbers | {"verdict": self.verdict, "why": self.why}
 
 
@@ -187,6 +190,8 @@ def _side(claim: Claim, value: Callable[[Reading], Range | None]) -> Range | Non
 
 READING = {"kernel", "quantity", "sites", "set", "query", "access"}
 CRITERION = {"expect", "rounding"}
+ASKED, ANSWERED = {"threads", "registers", "shared_bytes"}, ("blocks", "occupancy")  # of an occupancy query
+ACCESS = {"op", "width", "shared"}
 
 
 def read_claims(path: Path) -> list[Claim]:
@@ -212,22 +217,28 @@ def _claim(entry: Mapping[str, Any], sizes: Mapping[str, Mapping], place: str) -
     known = {entry.name for entry in fields(Claim)} | READING | CRITERION
     if unknown := set(entry) - known:
         raise SimError(f"{place}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
+    if not {"expect", "at_least", "at_most"} & set(entry):
+        raise SimError(f"{place}: no criterion: expect, at_least or at_most")
     parts = {key: value for key, value in entry.items() if key not in READING | CRITERION}
     shared = {key: value for key, value in entry.items() if key in READING}
-    for side in ("of", "over"):
-        tables = entry.get(side, [{}] if side == "of" else [])
-        parts[side] = tuple(_reading(shared | table, sizes, place)
-                            for table in (tables if isinstance(tables, list) else [tables]))
+    for key in ("expect", "rounding", "at_least", "at_most", "times"):
+        if type(entry.get(key, 0)) not in (int, float):
+            raise SimError(f"{place}: {key} is {entry[key]!r}, not a number")
+    for name in (entry.name for entry in fields(Claim) if entry.type == "str"):
+        if not isinstance(entry.get(name, ""), str):
+            raise SimError(f"{place}: {name} is {entry[name]!r}, not a text")
     if "expect" in entry:
         half = entry.get("rounding", 0)
         parts |= {"at_least": entry["expect"] - half, "at_most": entry["expect"] + half}
-    elif not {"at_least", "at_most"} & set(entry):
-        raise SimError(f"{place}: no criterion: expect, at_least or at_most")
-    if wrong := set(entry.get("why", {})) - {CONFIRMED, REFUTED}:
-        raise SimError(f"{place}: why has {min(wrong)!r}; it has {CONFIRMED} and {REFUTED}")
+    if not set(parts.get("why", {})) <= {CONFIRMED, REFUTED}:
+        raise SimError(f"{place}: why is a table of {CONFIRMED} and {REFUTED}")
     try:
+        for side in ("of", "over"):
+            tables = entry.get(side, [{}] if side == "of" else [])
+            parts[side] = tuple(_reading(shared | table, sizes, place)
+                                for table in (tables if isinstance(tables, list) else [tables]))
         return Claim(**parts)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise SimError(f"{place}: {str(error).partition('__init__() ')[2] or error}") from None
 
 
@@ -240,9 +251,16 @@ def _reading(table: Mapping[str, Any], sizes: Mapping[str, Mapping], place: str)
         raise SimError(f"{place}: unknown quantity {quantity!r}{nearest(str(quantity), QUANTITIES)}")
     if sum(map(bool, (kernel, query, access))) != 1:
         raise SimError(f"{place}: a reading is of a kernel, an occupancy query or an access")
+    for what, keys, answers in ((query, ASKED, ANSWERED), (access, ACCESS, (*COUNTS, *RATIOS))):
+        if what and (set(what) != keys or quantity not in answers):
+            raise SimError(f"{place}: {quantity} of {', '.join(what)}; a query of {', '.join(sorted(ASKED))} has "
+                           f"{' and '.join(ANSWERED)}, an access of {', '.join(sorted(ACCESS))} has counts")
     params = sizes.get(kernel.partition("@")[0], {}) | table.get("set", {})
     return Reading(quantity, kernel, tuple(table.get("sites", ())), _items(params), _items(query), _items(access))
 
 
 def _items(table: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    for name, value in table.items():
+        if not isinstance(value, (int, float, str)):
+            raise TypeError(f"{name} is {value!r}, neither a number nor a text")
     return tuple(sorted(table.items()))

@@ -27,7 +27,8 @@ PEOPLE = (
     Column("verdict", "verdict", text=True, wrap=10),
     Column("why", "why", text=True, wrap=18),
 )
-DATA = (Column("id", "id"), Column("section", "section"), *PEOPLE[1:3], *NUMBERS, *PEOPLE[-2:])
+CRITERION = tuple(Column(key, key, data_only=True) for key in ("at_least", "at_most", "unit"))
+DATA = (Column("id", "id"), Column("section", "section"), *PEOPLE[1:3], *CRITERION, *NUMBERS, *PEOPLE[-2:])
 
 
 @click.command()
@@ -42,7 +43,7 @@ def claims(ids, gpu, ledger, measured, fmt):
     """Judge the design documents' claims by the model and by what was measured.
 
     Every claim is evaluated anew: the model's number comes out of the emulator or the occupancy model, the measured one
-    out of the profiles. ID names claims, or all whose id begins so (b3); default: all.
+    out of the profiles. ID is a claim's, or what several begin with (b3); default: all.
 
     \b
     Examples:
@@ -62,14 +63,17 @@ def claims(ids, gpu, ledger, measured, fmt):
 
 
 def select(claims: list[Claim], ids: tuple[str, ...]) -> list[Claim]:
-    """The claims whose id is one of ``ids`` or begins with it, in the ledger's order; all without ``ids``.
+    """The claims that ``ids`` name, in the ledger's order; all without ``ids``.
 
     Raises :class:`~simgpu.errors.SimError` for one that names no claim, with the nearest id.
     """
+    known, chosen = [claim.id for claim in claims], set()
     for wanted in ids:
-        if not any(claim.id.startswith(wanted) for claim in claims):
-            raise SimError(f"no claim {wanted!r}{nearest(wanted, [claim.id for claim in claims])}")
-    return [claim for claim in claims if not ids or claim.id.startswith(ids)]
+        named = [wanted] if wanted in known else [name for name in known if name.startswith(wanted)]
+        if not named:
+            raise SimError(f"no claim {wanted!r}{nearest(wanted, known)}")
+        chosen.update(named)
+    return [claim for claim in claims if not ids or claim.id in chosen]
 
 
 def report(findings: list[Finding], gpu: str, fmt: str) -> None:
