@@ -16,7 +16,8 @@
 
 The tables ``of`` and ``over`` inherit ``quantity``, ``sites``, ``kernel`` and ``set`` (kernel parameters) of the claim;
 ``[params]`` of the file holds the size at which each kernel is taken. ``times`` scales the quotient, ``percent`` turns
-it into a change. Every quantity is that of one CTA, so that a single emulated CTA stands beside a measured grid.
+it into a change. Counts are those of one CTA, so that a single emulated CTA stands beside a measured grid. In a
+kernel's place may stand a ``query`` of the occupancy model and the driver, or a single ``access``.
 
 The model and the measurement are judged apart, and the verdict is what both say. A time is judged by the whole range
 that its rounds allow, smallest over largest to largest over smallest; a range across the bound settles nothing.
@@ -214,7 +215,7 @@ def read_claims(path: Path) -> list[Claim]:
 
 
 def _claim(entry: Mapping[str, Any], sizes: Mapping[str, Mapping], place: str) -> Claim:
-    known = {entry.name for entry in fields(Claim)} | READING | CRITERION
+    known = {part.name for part in fields(Claim)} | READING | CRITERION
     if unknown := set(entry) - known:
         raise SimError(f"{place}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
     if not {"expect", "at_least", "at_most"} & set(entry):
@@ -224,7 +225,7 @@ def _claim(entry: Mapping[str, Any], sizes: Mapping[str, Mapping], place: str) -
     for key in ("expect", "rounding", "at_least", "at_most", "times"):
         if type(entry.get(key, 0)) not in (int, float):
             raise SimError(f"{place}: {key} is {entry[key]!r}, not a number")
-    for name in (entry.name for entry in fields(Claim) if entry.type == "str"):
+    for name in (part.name for part in fields(Claim) if part.type == "str"):
         if not isinstance(entry.get(name, ""), str):
             raise SimError(f"{place}: {name} is {entry[name]!r}, not a text")
     if "expect" in entry:
