@@ -160,10 +160,10 @@ class Diff:
     total: Change
 
     @property
-    def time_change(self) -> float:
-        """The estimated change of the time, as a fraction of the time before."""
+    def time_change(self) -> float | None:
+        """The estimated change of the time, as a fraction of the time before; None where that is 0."""
         before, after = self.before.estimate.us, self.after.estimate.us
-        return after / before - 1 if before else 0.0
+        return after / before - 1 if before else None
 
 
 def compare(before: Side, after: Side) -> Diff:
@@ -221,12 +221,14 @@ def _bounds(before: Estimate, after: Estimate) -> str:
     return f"bound by {old} before and after" + (f" ({_us(after.bound_us)} us), which does not change" if same else "")
 
 
-def percent(change: float) -> str:
+def percent(change: float | None) -> str:
     """A change of time in words.
 
-    >>> percent(-0.5), percent(0.011)
-    ('about -50%', 'about 0%')
+    >>> percent(-0.5), percent(0.011), percent(None)
+    ('about -50%', 'about 0%', 'an unknown change of')
     """
+    if change is None:
+        return "an unknown change of"
     return "about 0%" if abs(change) < ABOUT else f"about {change:+.0%}"
 
 

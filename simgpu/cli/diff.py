@@ -100,9 +100,10 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
             "unknown": _unknown(found), "failed": failed})
     shown = [change for change in found.sites if all_sites or change.status != "same"]
     hidden = len(found.sites) - len(shown)
+    unchanged = f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"
     title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"  # wider than a table may be
     sites = render(fmt, SITES, [_cells(change) for change in shown], footer=_cells(found.total),
-                   notes=[f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"] if hidden else [])
+                   notes=[unchanged] if hidden else [])
     units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found),
                                                      *(f"not in it: {line}" for line in _unknown(found))])
     return f"**{title}**\n\n{sites}\n{units}" if fmt == "md" else f"{title}\n{sites}\n{units}"
