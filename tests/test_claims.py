@@ -355,7 +355,7 @@ def test_ids_choose_claims():
     def ids(*wanted):
         return [claim.id for claim in select(list(LEDGER.values()), wanted)]
 
-    assert ids("b3-l8-time") == ["b3-l8-time"]  # though b3-l8-time-a1d begins so
+    assert ids("b3-l8-time") == ["b3-l8-time", "b3-l8-time-a1d"]
     assert ids("b3-l7", "b1-bytes") == ["b1-bytes", "b3-l7-bytes", "b3-l7-blocks"]
     assert ids() == list(LEDGER)
     result = run("b1-stage-13x")

@@ -43,7 +43,7 @@ def claims(ids, gpu, ledger, measured, fmt):
     """Judge the design documents' claims by the model and by what was measured.
 
     Every claim is evaluated anew: the model's number comes out of the emulator or the occupancy model, the measured one
-    out of the profiles. ID is a claim's, or what several begin with (b3); default: all.
+    out of the profiles. ID names every claim whose id begins so (b3, b3-l7-blocks); default: all.
 
     \b
     Examples:
@@ -63,17 +63,15 @@ def claims(ids, gpu, ledger, measured, fmt):
 
 
 def select(claims: list[Claim], ids: tuple[str, ...]) -> list[Claim]:
-    """The claims that ``ids`` name, in the ledger's order; all without ``ids``.
+    """The claims whose id begins with one of ``ids``, in the ledger's order; all without ``ids``.
 
-    Raises :class:`~simgpu.errors.SimError` for one that names no claim, with the nearest id.
+    Raises :class:`~simgpu.errors.SimError` for one that no id begins with, with the nearest id.
     """
-    known, chosen = [claim.id for claim in claims], set()
+    known = [claim.id for claim in claims]
     for wanted in ids:
-        named = [wanted] if wanted in known else [name for name in known if name.startswith(wanted)]
-        if not named:
+        if not any(name.startswith(wanted) for name in known):
             raise SimError(f"no claim {wanted!r}{nearest(wanted, known)}")
-        chosen.update(named)
-    return [claim for claim in claims if not ids or claim.id in chosen]
+    return [claim for claim in claims if not ids or claim.id.startswith(ids)]
 
 
 def report(findings: list[Finding], gpu: str, fmt: str) -> None:
