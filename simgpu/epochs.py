@@ -90,8 +90,8 @@ class Watcher:
 
     # ---- what a WatchedCTA says ----------------------------------------------------------------------------
 
-    def begin(self, shape: tuple[int, int, int], ctas: np.ndarray) -> None:
-        """A batch of CTAs starts: all its state is new."""
+    def begin(self, shape: tuple[int, int, int], ctas: np.ndarray, threads: int) -> None:
+        """A batch of CTAs of so many ``threads`` starts: all its state is new."""
         self.shape, self.ctas = shape, ctas
         self.barriers, self._executed = [], 0
         self._committed = np.zeros(shape, np.int64)
@@ -189,7 +189,7 @@ class WatchedCTA(CTA):
         super().__init__(*args, **kwargs)
         self._watchers = watchers
         for watcher in watchers:
-            watcher.begin(self.shape, self.ctas)
+            watcher.begin(self.shape, self.ctas, self.launch.threads)
 
     def shared(self, name: str, dtype, shape, layout=None, *, alias_of=(), align: int = 16) -> SharedTensor:
         tensor = super().shared(name, dtype, shape, layout, alias_of=alias_of, align=align)

@@ -156,9 +156,9 @@ class RaceWatcher(Watcher):
         self._found: dict[tuple[int, int, int], list] = {}  # (kind, first access, second): [bytes, example, batch]
         self._told: dict[tuple[int, int, int], Finding] = {}
 
-    def begin(self, shape, ctas) -> None:
+    def begin(self, shape, ctas, threads) -> None:
         self._settle()
-        super().begin(shape, ctas)
+        super().begin(shape, ctas, threads)
         self._since = np.zeros(shape[0], np.int32)  # order of each CTA's latest barrier
         self._state = new_state(shape[0], 0)
 
