@@ -25,6 +25,7 @@ COMMANDS = {
     "claims": "simgpu.cli.claims",
     "compare": "simgpu.cli.compare",
     "diff": "simgpu.cli.diff",
+    "search": "simgpu.cli.search",
     "kernels": "simgpu.cli.kernels",
 }
 
