@@ -91,7 +91,8 @@ def test_clocks_of_the_fragment_loop_are_its_wavefronts():
         loads = {name: row for name, row in run["sites"].items() if name.split(".")[1] in ("lds", "ldsm")}
         wavefronts = sum(row["l1_wavefronts_shared"] for row in loads.values())
         per_tile = wavefronts / 132 / run["params"]["iterations"]
-        assert run["clocks_per_iteration"]["median"] == pytest.approx(per_tile, rel=0.016), run["case"]
+        apart = 0.01 if run["params"]["ctas"] == 1 else 0.02  # two CTAs of an SM do not start and end together
+        assert run["clocks_per_iteration"]["median"] == pytest.approx(per_tile, rel=apart), run["case"]
         checked += 1
     assert checked == 16
 
