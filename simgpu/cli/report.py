@@ -83,8 +83,7 @@ def report(kernel, output, settings, vs, vs_settings, gpu, ctas, regs, allow_unm
     columns, rows, footer = _single(runs[0], allow_unmodelled) if len(runs) == 1 else _compared(*runs, allow_unmodelled)
     title = " \N{RIGHTWARDS ARROW} ".join(run.label for run in runs) + f" on {machine.name}"
     if fmt == "md":
-        notes = [note if len(runs) == 1 else f"{run.label}: {note}" for run in runs for note in run.notes]
-        text = render("md", columns, rows, footer=footer, title=title, notes=notes)
+        text = render("md", columns, rows, footer=footer, title=title, notes=_notes(runs))
     else:
         text = page(title, runs, columns, rows, footer)
     output = output or ("report.html" if fmt == "html" else "-")
@@ -126,6 +125,12 @@ def _run(name: str, settings: tuple[str, ...], machine: GPU, ctas: str, regs: in
         notes.append(f"{unmodelled:,} accesses have no proven rule (unmodelled)")
     stairs = _staircases(machine, result, registers, fit)
     return Run(" ".join([name, *settings]), launch, result.table, worst.found, facts, notes, stairs)
+
+
+def _notes(runs: list[Run]) -> list[str]:
+    """The notes of all runs: what holds for one of them only begins with its name."""
+    own = [f"{run.label}: {note}" for run in runs for note in run.notes if any(note not in r.notes for r in runs)]
+    return [*own, *(note for note in runs[0].notes if all(note in run.notes for run in runs))]
 
 
 # ---- rows --------------------------------------------------------------------------------------------------------
