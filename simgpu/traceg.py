@@ -38,6 +38,7 @@ from simgpu.instructions import FULL_MASK, INSTRUCTIONS, LANES, Instruction
 from simgpu.recorded import CHUNK_LINES, LONGEST_NAME, SHARED_BYTES, Chunk, Progress
 
 SUFFIXES = {".traceg": None, ".traceg.gz": gzip.open, ".traceg.xz": lzma.open}
+OPCODE = re.compile(rf"[A-Za-z0-9_.]{{1,{LONGEST_NAME}}}")
 LONGEST_LINE = 1 << 16  # bytes; 32 listed addresses take about 700
 NO_ADDRESS = np.full(LANES, -1, np.int64)
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
@@ -195,13 +196,13 @@ def _instruction(text: str, header: _Header, place: str) -> tuple[Site, int, int
         line = f" (line {int(fields[at])})" if header.lineinfo else ""
         at += header.lineinfo
         pc, mask = int(fields[at], 16), int(fields[at + 1], 16)
-        at += 3 + int(fields[at + 2])
+        at += 3 + _count(fields[at + 2])
         opcode = fields[at]
-        at += 2 + int(fields[at + 1])
+        at += 2 + _count(fields[at + 1])
         memory = int(fields[at]) > 0 or opcode.startswith(("UTMA", "UBLK"))
         if not memory:
             return None
-        if not 0 <= mask <= FULL_MASK or not 0 <= pc < 2**63 or len(opcode) > LONGEST_NAME:
+        if not 0 <= mask <= FULL_MASK or not 0 <= pc < 2**63 or not OPCODE.fullmatch(opcode):
             raise ValueError
         executed, width, kept = decode(opcode)
         site = Site(f"{pc:#06x} {opcode}{line}", "", 0, executed, width)
@@ -212,6 +213,13 @@ def _instruction(text: str, header: _Header, place: str) -> tuple[Site, int, int
     if executed.shared and executed.proven:
         addresses = _window(addresses, header, opcode, place)
     return site, pc, mask, addresses
+
+
+def _count(field: str) -> int:
+    """A number of registers."""
+    if not field.isdecimal():
+        raise ValueError
+    return int(field)
 
 
 def _addresses(fields: list[str], mask: int) -> np.ndarray:

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import lzma
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -213,6 +214,33 @@ def test_refusals_name_the_line(tmp_path, text, message):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(SimError, match=message):
         count(read_recorded(str(file)))
+
+
+@given(
+    line=st.text(st.sampled_from("0123456789abcdefx -RSTLDGM.=,#\n\x1b"), max_size=60),
+    at=st.integers(0, 40),
+    cut=st.integers(0, 20),
+)
+def test_a_damaged_line_is_refused_or_counted_but_never_crashes(tmp_path_factory, line, at, cut):
+    file = tmp_path_factory.mktemp("traceg") / "k.traceg"
+    sts = STS[:at] + line + STS[at + cut :]
+    file.write_text(trace(sts))
+    try:
+        table = count(read_recorded(str(file)))
+    except SimError as error:
+        assert str(error).startswith(str(file)) and "\n" not in str(error)
+    else:
+        assert all(row.site.isprintable() for row in table.sites)
+
+
+def test_the_example_trace_is_a_transpose_without_a_pad():
+    rows = count(read_recorded(str(Path(__file__).parent / "transpose.traceg"))).sites
+    assert [(row.wavefronts, row.ideal, row.sectors) for row in rows] == [
+        (None, None, 8),
+        (2, 2, None),
+        (64, 2, None),
+        (None, None, 8),
+    ]
 
 
 def test_the_command_line_counts_a_trace(tmp_path):
