@@ -46,7 +46,7 @@ class Block:
     """Pieces that move together.
 
     ``segments`` are the live ranges, first and last place in program order; ``first_write`` and ``last_read`` are
-    sites, the second "" where nothing is read. ``unread`` bytes are written and never read.
+    sites, the second "" where nothing is read. ``unread`` bytes are written and not read, in every CTA.
     """
 
     name: str
@@ -126,10 +126,10 @@ class LiveWatcher(Watcher):
         self._everyone = np.packbits(exist, axis=-1, bitorder="little").view("<u4")[..., 0]  # masks of the CTA's warps
         self._bytes = _bytes(shape[0], 0)
         self._starts = np.zeros((0, 1024), np.int64)  # [pieces, places]: live ranges that start here, less those ended
-        self._unread = np.zeros(0, np.int64)
+        self._unread = np.zeros((0, shape[0]), np.int64)
         self._flows: set[tuple[int, int]] = set()
-        self._first: dict[int, str] = {}
-        self._last: dict[int, str] = {}
+        self._first: dict[int, tuple[int, str]] = {}  # per piece, the place of its first write and of its last read
+        self._last: dict[int, tuple[int, str]] = {}
         self.used: dict[str, list[tuple[int, int]]] = {}  # per tensor: place and kind of every access
         self._places: dict[int, str] = {}
 
@@ -152,7 +152,7 @@ class LiveWatcher(Watcher):
                             for old, new in zip(self._bytes, _bytes(self.shape[0], more), strict=True))
         count = len(self.pieces) - len(self._starts)
         self._starts = np.pad(self._starts, ((0, count), (0, 0)))
-        self._unread = np.pad(self._unread, (0, count))
+        self._unread = np.pad(self._unread, ((0, count), (0, 0)))
 
     def access(self, event: AccessEvent) -> None:
         if (event.masks == self._everyone).all():
@@ -168,7 +168,7 @@ class LiveWatcher(Watcher):
         _use(*self._bytes, self._starts, self._unread, kind, event.order, lanes, address, event.site.width, base, local,
              touched, flows)
         self._flows |= set(zip(*(axis.tolist() for axis in np.nonzero(flows)), strict=True))
-        where = f"{event.site.name} ({event.site.file}:{event.site.line})"
+        where = event.order, f"{event.site.name} ({event.site.file}:{event.site.line})"
         for piece in np.flatnonzero(touched).tolist():
             if kind != READ:
                 self._first.setdefault(piece, where)
@@ -205,8 +205,8 @@ class LiveWatcher(Watcher):
             " + ".join(piece.name for piece in pieces), tuple(pieces), start, stop - start,
             max(piece.align for piece in pieces),
             tuple((int(a), int(b) - 1) for a, b in edges.reshape(-1, 2)),
-            writes[0] if writes else "", reads[-1] if reads else "",
-            int(self._unread[numbers].sum()) // self.shape[0],
+            min(writes)[1] if writes else "", max(reads)[1] if reads else "",
+            int(self._unread[numbers].sum(0).min()),
         )
 
 
@@ -257,7 +257,7 @@ def _close(owner, wrote, used, read, c, byte, starts, unread):
         starts[piece, wrote[c, byte]] += 1
         starts[piece, used[c, byte] + 1] -= 1
         if not read[c, byte]:
-            unread[piece] += 1
+            unread[piece, c] += 1
 
 
 @njit(cache=True, nogil=True)

@@ -21,6 +21,7 @@ COMMANDS = {
     "occupancy": "simgpu.cli.machines",
     "gpus": "simgpu.cli.machines",
     "check": "simgpu.cli.check",
+    "liveness": "simgpu.cli.liveness",
     "validate": "simgpu.cli.validate",
     "claims": "simgpu.cli.claims",
     "compare": "simgpu.cli.compare",
