@@ -122,6 +122,12 @@ def test_one_kernel_with_another_setting(own):
     assert sites["fill"]["status"] == "same"
 
 
+def test_the_last_setting_of_a_name_holds(own):
+    done = run(own("traded"), "--set", "pad=1", "--vs", "pad=0")
+    assert done.output.splitlines()[0].endswith("own.py:traded pad=0 on h20")
+    assert "2 -> 64" in done.output
+
+
 def test_what_got_worse_is_never_hidden_by_the_total(own):
     done = run(own("traded"), "--vs", "pad=1")
     rows = table(done.output)

@@ -127,11 +127,11 @@ def pairs() -> list[Pair]:
     found += steps("kda_b2", "sinbug sinfix noalias kdsunion", big) + steps("kda_b2", "scalar kdsunion l13", big)
     found += steps("kda_b2", "l13 l13_16bytes", big, {"l13_16bytes": INSTRUCTIONS})
     found += steps("kda_b2", "kdsunion nob0", big) + steps("kda_b2", "kdsunion frag pad136 sw128 sunion", big)
-    found += [setting("kda_b2", "kdsunion", big, "stage_stride", None, 132, OPEN + "fewer wavefronts, all else equal "
-                      "in every counter, and yet slower (also without the union)"),
+    found += [setting("kda_b2", "kdsunion", big, "stage_stride", None, 132, OPEN + "fewer wavefronts, the same "
+                      "instructions and traffic, and yet slower (also without the union)"),
               setting("kda_b2", "kdsunion", big, "swizzle", None, 1)]
     found += steps("kda_b3", "l6 opt2 l7 fold vec8 l7c l8 atomics a1d", big, {
-        "l7": TURNS, "vec8": TURNS, "a1d": OPEN + "all counters equal; only where the outputs lie differs"})
+        "l7": TURNS, "vec8": TURNS, "a1d": OPEN + "the same wavefronts and sectors; only where outputs lie differs"})
     missed = {"fold": "a pass more over dkd also costs a barrier and arithmetic, which have no time here",
               "scratch_stride": "the direction is right, 1% where 2% was measured"}
     for name, value in (("union", 0), ("opt7", 0), ("epilogue", 0), ("k1", 0), ("k1", 1), ("fold", 0), ("tile", 0),

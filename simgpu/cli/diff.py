@@ -8,7 +8,7 @@ from kernels_py import find
 from models.gpu import load_gpu
 from simgpu.cli.conflicts import configure
 from simgpu.cli.options import format_option, gpu_option, progress, write
-from simgpu.diff import COUNTED, SITE_COLUMNS, Diff, Gate, arrow, compare, side, verdict
+from simgpu.diff import COUNTED, SITE_COLUMNS, Change, Diff, Gate, arrow, compare, side, verdict
 from simgpu.errors import SimError
 from simgpu.report import Column, render
 
@@ -71,7 +71,7 @@ def diff(ctx, before, after, gpu, settings, changes, regs, vs_regs, ctas, warm, 
     machine = load_gpu(gpu)
     other, varied = after or before, (*settings, *changes)
     launches = configure(before, settings), configure(other, varied)
-    names = (" ".join((before, *settings)), " ".join((other, *varied)))
+    names = _name(before, settings), _name(other, varied)
     if find(before)[0].name == find(other)[0].name:
         vs_regs = regs if vs_regs is None else vs_regs
     with progress("CTAs") as bar:
@@ -86,6 +86,11 @@ def diff(ctx, before, after, gpu, settings, changes, regs, vs_regs, ctas, warm, 
         click.echo(line, err=True)
     if failed:
         ctx.exit(1)
+
+
+def _name(kernel: str, settings: tuple[str, ...]) -> str:
+    """The kernel with its settings, of which the last one of a name holds."""
+    return " ".join((kernel, *{setting.partition("=")[0]: setting for setting in settings}.values()))
 
 
 def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
@@ -109,13 +114,13 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
     return f"**{title}**\n\n{sites}\n{units}" if fmt == "md" else f"{title}\n{sites}\n{units}"
 
 
-def _cells(change) -> dict:
+def _cells(change: Change) -> dict:
     cells = {column: None if change.pair(column) == (None, None) else arrow(*change.pair(column)) for column in COUNTED}
     return cells | {"site": change.site, "instruction": change.instruction, "status": change.status}
 
 
 def _units(found: Diff) -> list[dict]:
-    """A row for each unit either side uses, then the estimates."""
+    """A row for each unit that either side uses, the longest time first."""
     sides = found.before.estimate, found.after.estimate
     units = {entry.unit: entry for estimate in reversed(sides) for entry in estimate.units}
     rows = [{"unit": name, "before": sides[0].time_of(name), "after": sides[1].time_of(name), "what": entry.what,
