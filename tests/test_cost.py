@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.cost import estimate, fits_l2, time_of_sharing
@@ -122,6 +122,7 @@ def add_at(indices: np.ndarray) -> Launch:
     return Launch(body, grid=ctas, block=32 * warps, args=(target,))
 
 
+@settings(deadline=None, max_examples=30)  # each example runs the emulator
 @given(st.integers(0, 2**32 - 1), st.integers(1, 64))
 def test_contention_is_the_rule_added_up_by_sector(seed, spread):
     indices = np.random.default_rng(seed).integers(-1, spread, (2, 2, 32))
@@ -145,6 +146,7 @@ def test_contention_counts_what_all_ctas_share_once_for_each():
 # ---- estimates -------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # the first of each GPU reads its file
 @given(st.sampled_from(gpu_names()), st.integers(1, 32), st.integers(1, 5000), st.floats(1, 1e8), st.floats(1.01, 10))
 def test_more_demand_never_takes_less_time(name, blocks, ctas, wavefronts, factor):
     gpu = load_gpu(name)
