@@ -63,7 +63,7 @@ class CTA(MemoryAccess):
         extents = sorted(self._extents[other.name] for other in over)
         base = extents[0][0] if over else -(-self.shared_bytes // align) * align
         room = max((stop for _, stop in extents), default=0)
-        tensor = SharedTensor(name, dtype, shape, self._layouts.get(name, layout), base=base)
+        tensor = SharedTensor(name, dtype, shape, self._layouts.get(name, layout), base=base, align=align, over=over)
         end = base + tensor.nbytes
         if over:
             gaps = [start - stop for (_, stop), (start, _) in pairwise(extents)]

@@ -144,17 +144,18 @@ def price(
     nbytes = cosize(table) * itemsize
     if max_bytes is not None and nbytes > max_bytes:
         return "large"
-    offsets = table.ravel()
+    offsets, bases = table.ravel(), recording.bases(nbytes)
     for vectors in recording.vectors:
         length = vectors.shape[1]
         first = offsets[vectors[:, 0]]
         if any((offsets[vectors[:, i]] != first + i).any() for i in range(1, length)):
             return "split"
-        if any(((access.base + first * itemsize) % (length * itemsize)).any() for access in recording.accesses):
+        starts = {bases[access.tensor] for access in recording.accesses}
+        if any(((start + first * itemsize) % (length * itemsize)).any() for start in starts):
             return "split"
     wavefronts, ideals = Counter(), Counter()
     for access in recording.accesses:
-        addresses = (access.base + offsets * itemsize).astype(np.int32)[access.elements]
+        addresses = (bases[access.tensor] + offsets * itemsize).astype(np.int32)[access.elements]
         cost = replay(access.site.instruction, access.site.width, access.masks, addresses, access.global_)
         if (cost.wavefronts < 0).any() or (cost.ideal < 0).any():
             return "unmodelled"
@@ -239,7 +240,9 @@ def search_layout(
         refused.append((each, why))
     if refused:
         first, why = refused[0]
-        raise SimError(f"shared tensor {pattern!r}: the kernel refuses the best {len(refused)} layouts; "
+        over = [other.name for other in recording.allocated if _overlaps(other, recording)]
+        hint = f" ({', '.join(over)} lies over its bytes: if it sees the same data, name it as a view)" if over else ""
+        raise SimError(f"shared tensor {pattern!r}: the kernel refuses the best {len(refused)} layouts{hint}; "
                        f"{first.name}: {why}")
     raise SimError(f"shared tensor {pattern!r}: none of {tried:,} layouts holds its accesses in {max_bytes:,} bytes")
 
@@ -271,10 +274,8 @@ def _refusal(
         return " ".join(str(error).split())
     for name, array in result.arrays.items():
         if not np.array_equal(array.reshape(-1).view(np.uint8), changed.arrays[name].reshape(-1).view(np.uint8)):
-            over = [other.name for other in result.shared_tensors if _overlaps(other, recording)]
-            hint = f" ({', '.join(over)} lies over its bytes: name a view of the same data with --view)" if over else ""
-            return f"the kernel computes another {name}{hint}"
-    if isinstance(counted, str) or counted.sites != found.sites:  # a tensor of the pattern moved as its neighbours grew
+            return f"the kernel computes another {name}"
+    if isinstance(counted, str) or counted.sites != found.sites:
         return "emulated, it does not take the wavefronts reckoned"
     return None
 

@@ -29,12 +29,11 @@ class Access:
     """The distinct accesses of a site to one tensor.
 
     ``masks`` uint32[n], ``elements`` int32[n, 32] (the element each lane points at, counted in row-major order; 0 for
-    an inactive lane), ``global_`` int64[n, 32] or None, and ``times`` int64[n]: how often each was made. ``base`` is
-    the byte the tensor starts at.
+    an inactive lane), ``global_`` int64[n, 32] or None, and ``times`` int64[n]: how often each was made.
     """
 
     site: Site
-    base: int
+    tensor: str
     masks: np.ndarray
     elements: np.ndarray
     global_: np.ndarray | None
@@ -47,6 +46,7 @@ class Recording:
     ``views``: tensors over the same bytes, each with the elements its coordinates mean, int32 of its shape.
 
     ``vectors`` int32[m, v]: the elements of every vector that some lane moves, by width v; they must stay neighbours.
+    ``allocated`` is all of shared memory, in order.
     """
 
     names: tuple[str, ...]
@@ -54,11 +54,22 @@ class Recording:
     tensor: SharedTensor
     accesses: tuple[Access, ...]
     vectors: tuple[np.ndarray, ...]
+    allocated: tuple[SharedTensor, ...]
 
     @property
     def own_table(self) -> np.ndarray:
         """Element offsets under the kernel's own layout, int64[shape]."""
         return tabulate(self.tensor.layout, self.tensor.shape)
+
+    def bases(self, nbytes: int) -> dict[str, int]:
+        """The byte at which each shared tensor starts when those of the recording take ``nbytes`` each."""
+        bases, end = {}, 0
+        for tensor in self.allocated:
+            over = [bases[other.name] for other in tensor.over]
+            bases[tensor.name] = base = min(over) if over else -(-end // tensor.align) * tensor.align
+            changes = tensor.name in self.names or tensor.name in self.views
+            end = max(end, base + (nbytes if changes else tensor.nbytes))
+        return bases
 
     def substitutes(self, layout: Any) -> dict[str, Any]:
         """What to give :func:`simgpu.run.simulate` as ``layouts`` so that every tensor and view has ``layout``."""
@@ -110,7 +121,8 @@ def record(launch: Launch, pattern: str, views: Sequence[str] = (), **options) -
     if not accesses:
         raise SimError(f"kernel {launch.name!r} does not access shared tensor {pattern!r}")
     merged = tuple(np.unique(np.concatenate(each), axis=0) for _, each in sorted(vectors.items()))
-    return Recording(tuple(tensor.name for tensor in tensors), seen, first, tuple(accesses), merged), result
+    names = tuple(tensor.name for tensor in tensors)
+    return Recording(names, seen, first, tuple(accesses), merged, result.shared_tensors), result
 
 
 class _Listener:
@@ -159,7 +171,7 @@ def _distinct(site: Site, tensor: SharedTensor, element_at: np.ndarray, events: 
     rows, which = np.unique(np.concatenate(columns, 1), axis=0, return_inverse=True)
     return Access(
         site,
-        tensor.base,
+        tensor.name,
         rows[:, 0].astype(np.uint32),
         rows[:, 1 : 1 + LANES].astype(np.int32),
         None if global_ is None else rows[:, 1 + LANES :],

@@ -143,9 +143,14 @@ class GlobalTensor(Tensor):
 
 @dataclass(frozen=True, eq=False)
 class SharedTensor(Tensor):
-    """A tensor at ``base`` bytes into a CTA's shared memory; made by ``cta.shared``."""
+    """A tensor at ``base`` bytes into a CTA's shared memory; made by ``cta.shared``.
+
+    It lies there because it follows the tensors before it, on a multiple of ``align`` bytes, or lies ``over`` others.
+    """
 
     base: int = 0
+    align: int = 16
+    over: tuple[SharedTensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

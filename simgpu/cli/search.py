@@ -42,9 +42,9 @@ class Ctas(click.ParamType):
 @gpu_option
 @click.option("--ctas", type=Ctas(), metavar="N|all", help="Emulate the first N CTAs.  [default: all; --tensor: 1]")
 @click.option("--regs", type=click.IntRange(1, 255), help="Registers per thread (ptxas -v), for blocks/SM.")
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Print the best N (CSV, JSON: all).")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Print N; CSV and JSON: all.")
 @click.option("--max-bytes", type=click.IntRange(1), help="The most bytes the tensor may take.")
-@click.option("--max-pad", type=click.IntRange(0, 4096), help="The largest pad in elements.  [default: under 128 bytes]")
+@click.option("--max-pad", type=click.IntRange(0, 4096), help="The most elements of pad.  [default: under 128 bytes]")
 @click.option("--column-major", is_flag=True, help="Try column-major layouts too.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes to use.  [default: the processor's cores]")
 @click.option("--resume", metavar="FILE", help="Keep finished combinations in FILE, and go on from there.")
@@ -69,7 +69,7 @@ def search(kernel, over, tensor, settings, gpu, ctas, top, fmt, **given):
     if bool(over) == bool(tensor):
         raise SimError("search needs --over NAME=VALUES or --tensor NAME, and not both")
     for name, option in (ONLY_OVER if tensor else ONLY_TENSOR).items():
-        if given[name] not in (None, False, ()):
+        if given[name] is not None and given[name] is not False and given[name] != ():
             raise SimError(f"{option} belongs to --{'over' if tensor else 'tensor'}")
     machine = load_gpu(gpu)
     if tensor:
