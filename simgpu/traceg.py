@@ -288,10 +288,9 @@ def decode(opcode: str) -> tuple[Instruction, int, bool]:
     known = INSTRUCTIONS.get(name)
     if known is not None and known.proven and width in known.widths:
         return known, width, True
-    shared = not base.startswith(("LDG", "STG", "ATOMG", "RED", "LDL", "STL", "LDC", "CCTL")) or base == "LDGSTS"
-    global_ = not base.startswith(("LDS", "STS", "ATOMS"))
-    family = "cp.async.ca" if shared and global_ else "lds" if shared else "ldg"
-    return Instruction(opcode, family, (width,), shared, global_, proven=False), width, base == "LDGSTS"
+    # Which memory it touches need not be told: nothing of it is counted, and totals of either memory are refused. The
+    # family only has to be one whose replay takes any width.
+    return Instruction(opcode, "ldg", (width,), global_=True, proven=False), width, base == "LDGSTS"
 
 
 def _name(base: str, modifiers: list[str]) -> str | None:

@@ -141,6 +141,8 @@ def test_what_has_no_rule_is_listed_as_unmodelled_and_keeps_totals_from_being_to
     whole = count(read_recorded(str(tmp_path / "kernel-1.traceg")))
     assert None in (whole.total().wavefronts, whole.total().sectors)
     assert whole.total(allow_unmodelled=True).wavefronts == 1
+    # Its bytes per lane may be a number that no rule of shared memory has room for: those must never see it.
+    assert decode(opcode)[0].family == "ldg"
 
 
 def test_tma_has_an_address_format_of_its_own(table):
