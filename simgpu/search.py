@@ -176,28 +176,30 @@ def explore(
     ``journal`` holds is not run again, and what is run is written to it at once. Raises SimError when ``ctas`` are
     parts of grids of different sizes: their wavefronts do not compare.
     """
-    known = journal.finished if journal else {}
-    pending = [parameters for parameters in combinations if key(parameters) not in known]
-    outcomes = {key(parameters): known[key(parameters)] for parameters in combinations if key(parameters) in known}
+    outcomes = [journal.finished.get(key(parameters)) if journal else None for parameters in combinations]
+    pending = [place for place, outcome in enumerate(outcomes) if outcome is None]
 
-    def hear(outcome: Outcome) -> None:
-        outcomes[key(outcome.parameters)] = outcome
+    def hear(place: int, outcome: Outcome) -> None:
+        outcomes[place] = outcome
         if journal:
             journal.append(outcome)
         if progress:
-            progress(len(outcomes), len(combinations))
+            progress(place + 1, len(outcomes))
+
+    def task(place: int):
+        return launch_of, combinations[place], ctas, shared_limit
 
     if pending:
-        hear(evaluate(launch_of, pending[0], ctas, shared_limit))  # compiles the replay before many processes would
-        tasks = (delayed(evaluate)(launch_of, parameters, ctas, shared_limit) for parameters in pending[1:])
-        for outcome in Parallel(n_jobs=jobs, return_as="generator")(tasks):
-            hear(outcome)
-    ordered = [outcomes[key(parameters)] for parameters in combinations]
-    grids = sorted({outcome.grid_ctas for outcome in ordered if outcome.refusal is None})
+        first, *others = pending
+        hear(first, evaluate(*task(first)))  # compiles the replay before many processes would
+        spread = Parallel(n_jobs=jobs, return_as="generator")(delayed(evaluate)(*task(place)) for place in others)
+        for place, outcome in zip(others, spread, strict=True):
+            hear(place, outcome)
+    grids = sorted({outcome.grid_ctas for outcome in outcomes if outcome.refusal is None})
     if ctas is not None and len(grids) > 1:
         raise SimError(f"{ctas} CTAs are parts of grids of {grids[0]:,} to {grids[-1]:,} CTAs, whose wavefronts do not "
                        "compare: emulate all")
-    return ordered
+    return outcomes
 
 
 def rank(
@@ -237,9 +239,12 @@ def fingerprint(kernel: Kernel, *facts) -> str:
     """A digest of ``facts`` and of the sources an outcome rests on.
 
     These are simgpu's own and every module loaded from the folder of the kernel's file: what the kernel imports from
-    elsewhere is not watched.
+    elsewhere is not watched. Raises SimError for a host function that was written in no file.
     """
-    folder = Path(inspect.getsourcefile(kernel.host) or "").resolve().parent
+    try:
+        folder = Path(inspect.getsourcefile(kernel.host)).resolve().parent
+    except TypeError:
+        raise SimError(f"kernel {kernel.name!r} has no source file, so a changed one could not be told") from None
     loaded = {Path(getattr(module, "__file__", None) or "").resolve() for module in list(sys.modules.values())}
     files = {path for path in loaded if path.parent == folder and path.suffix == ".py"}
     files |= set(Path(simgpu.__file__).resolve().parent.glob("*.py"))

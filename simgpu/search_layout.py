@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from tensor_layouts import Swizzle
 
 from simgpu.errors import SimError
 from simgpu.launch import Launch
@@ -63,6 +65,17 @@ class Candidate:
         """The layout ``name`` describes."""
         return parse_layout(self.name)
 
+    @property
+    def table(self) -> np.ndarray:
+        """Element offsets, int64[shape]: those of ``layout``, without reading its name thousands of times."""
+        plain = _plain(self.shape, self.order, self.pad)
+        return Swizzle(*self.swizzle)(plain) if self.swizzle else plain
+
+
+@lru_cache(maxsize=4)
+def _plain(shape: tuple[int, ...], order: str, pad: int) -> np.ndarray:
+    return tabulate(Candidate(shape, order, pad).layout, shape)
+
 
 def space(
     shape: tuple[int, ...], itemsize: int, *, max_pad: int | None = None, column_major: bool = False
@@ -83,7 +96,7 @@ def space(
         for pad in pads:
             plain = Candidate(shape, order, pad)
             yield plain
-            bits = (cosize(tabulate(plain.layout)) - 1).bit_length()
+            bits = (cosize(plain.table) - 1).bit_length()
             within = per_line.bit_length() - 1
             for b in range(1, within + 1):
                 for m in range(within - b + 1):
@@ -252,7 +265,7 @@ def _price_all(recording: Recording, max_bytes, max_pad, column_major, progress)
     tensor, found, dropped = recording.tensor, [], Counter()
     candidates = list(space(tensor.shape, tensor.dtype.itemsize, max_pad=max_pad, column_major=column_major))
     for done, candidate in enumerate(candidates, 1):
-        priced = price(recording, tabulate(candidate.layout, tensor.shape), candidate, max_bytes)
+        priced = price(recording, candidate.table, candidate, max_bytes)
         if isinstance(priced, str):
             dropped[priced] += 1
         else:

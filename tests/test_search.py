@@ -97,6 +97,21 @@ def test_every_combination_has_an_outcome_in_order_and_refusals_say_why():
                 total.wavefronts, total.ideal, total.sectors, result.shared_bytes)
 
 
+def test_parameters_may_be_anything_the_host_takes():
+    def host(layout):
+        def body(cta):
+            tile = cta.shared("tile", float32, (32, 32), layout)
+            cta.store(tile[cta.lane, 0], 1.0)
+
+        return Launch(body, 1, 32)
+
+    seen = []
+    layouts = [None, lambda row, column: 33 * row + column]
+    outcomes = explore(host, product({"layout": layouts}), progress=lambda *counts: seen.append(counts))
+    assert [outcome.wavefronts for outcome in outcomes] == [32, 1]
+    assert seen == [(1, 2), (2, 2)]
+
+
 def test_outcomes_do_not_depend_on_who_runs_them():
     assert explore(TRANSPOSE, TILES, jobs=2) == explore(TRANSPOSE, TILES)
 
@@ -194,6 +209,8 @@ def test_the_fingerprint_follows_the_kernels_source_and_the_space(tmp_path):
     assert first == fingerprint(kernel, {"n": [1]}) != fingerprint(kernel, {"n": [2]})
     file.write_text("def own(*, n=1): return n\n")
     assert fingerprint(kernel, {"n": [1]}) != first
+    with pytest.raises(SimError, match="no source file"):
+        fingerprint(Kernel("made", functools.partial(print)))
 
 
 # ---- putting another layout in the place of a tensor's own -----------------------------------------------------------
@@ -264,7 +281,7 @@ def test_prices_are_what_the_emulator_counts_and_split_vectors_are_what_it_refus
     shuffled = random.Random(name).sample(candidates(name), min(400, len(candidates(name))))
     seen = {"found": 0, "split": 0}
     for candidate in shuffled:
-        found = price(recording, tabulate(candidate.layout, recording.tensor.shape), candidate)
+        found = price(recording, candidate.table, candidate)
         kind = found if isinstance(found, str) else "found"
         assert kind in seen
         seen[kind] += 1
@@ -284,13 +301,20 @@ def test_prices_are_what_the_emulator_counts_and_split_vectors_are_what_it_refus
 def test_the_winner_is_that_of_running_the_kernel_under_every_layout():
     made = launch("transpose@plain", rows=32, cols=32)
     options = {"max_pad": 2, "column_major": True}
-    costs = [(simulate(made, layouts={"tile": each.layout}).table.total().wavefronts, cosize(tabulate(each.layout)) * 4,
+    costs = [(simulate(made, layouts={"tile": each.layout}).table.total().wavefronts, cosize(each.table) * 4,
               each.swizzle[0] if each.swizzle else 0) for each in space((32, 32), 4, **options)]
     found = search_layout(made, "tile", **options)
     best = found.best
     assert found.tried == len(costs)
     assert (best.wavefronts, best.nbytes, best.candidate.swizzle[0]) == min(costs)
     assert [each.rank for each in found.ranked] == sorted(each.rank for each in found.ranked)
+
+
+@pytest.mark.parametrize("name", ["elements", "three dimensions", "cp.async.cg", "one dimension"])
+def test_a_candidates_table_is_its_layouts(name):
+    shape = recorded(name)[1].tensor.shape
+    for candidate in candidates(name)[::97]:
+        assert np.array_equal(candidate.table, tabulate(candidate.layout, shape))
 
 
 @settings(max_examples=40, deadline=None)
@@ -305,7 +329,7 @@ def test_a_swizzle_outside_the_space_costs_what_one_inside_does(swizzle, pad):
     shape, costs = (32, 32), []
     for each in (swizzle, inside):
         candidate = Candidate(shape, "row", pad, each)
-        costs.append(price(recording, tabulate(candidate.layout, shape), candidate).sites)
+        costs.append(price(recording, candidate.table, candidate).sites)
     assert costs[0] == costs[1]
 
 
