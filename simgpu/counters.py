@@ -154,7 +154,7 @@ class CounterSink:
         row = self.counts.setdefault(site, Counter())
         self.order[site] = min(self.order.get(site, event.order), event.order)
         row["executed"] += event.executed
-        row["bytes"] += _lanes(masks) * site.width * times
+        row["bytes"] += _pointers(masks, site.instruction) * site.width * times
         for name in SUMMED:
             row[name] += getattr(counted, name) * times
 
@@ -197,6 +197,8 @@ class CounterSink:
         return CounterTable(tuple(rows), dict(self.kinds))
 
 
-def _lanes(masks: np.ndarray) -> int:
-    """Active lanes in all of ``masks`` (uint32[n])."""
+def _pointers(masks: np.ndarray, executed: Instruction) -> int:
+    """Lanes whose address moves bytes, in all of ``masks`` (uint32[n]): of ldmatrix.x1 and .x2 the first 8 and 16."""
+    if executed.matrices:
+        masks = masks & np.uint32((1 << 8 * executed.matrices) - 1)
     return int(np.unpackbits(masks.view(np.uint8)).sum(dtype=np.int64))

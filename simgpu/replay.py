@@ -159,6 +159,17 @@ def copy_past_l1(_: Instruction, width: int, masks, shared, global_, out: Column
     return lanes.copy_past_l1(width, masks, shared, global_, *out.arrays())
 
 
+def nobody_knows(_: Instruction, width: int, masks, *sides_and_out) -> int:
+    """Without a proven rule nothing is counted, and a width that no rule has room for never meets one."""
+    *sides, out = sides_and_out
+    *numbers, unmodelled = out.arrays()
+    for column in numbers:
+        column[:] = -1
+    unmodelled[:] = True
+    refused = [access for rows in sides if (access := lanes.first_refused(width, masks, rows)) >= 0]
+    return min(refused, default=-1)
+
+
 RULES: dict[str, Callable[..., int]] = {
     "lds": shared_load,
     "sts": shared_store,
@@ -239,7 +250,8 @@ def _columns(instruction: Instruction, accesses: int) -> Columns:
 
 def _count(instruction: Instruction, width: int, masks, sides, columns: Columns, first: int) -> None:
     """Fill ``columns``; ``first`` is the index of the first of these accesses, for the message of a refusal."""
-    refused = RULES[instruction.family](instruction, width, masks, *sides, columns)
+    rule = RULES[instruction.family] if instruction.proven else nobody_knows
+    refused = rule(instruction, width, masks, *sides, columns)
     if refused >= 0:
         for memory, rows, _ in _sides(instruction, sides[0], sides[-1]):
             for lane, address in enumerate(rows[refused].tolist()):
@@ -248,11 +260,6 @@ def _count(instruction: Instruction, width: int, masks, sides, columns: Columns,
                 if int(masks[refused]) >> lane & 1 and (address < 0 or address % width):
                     raise SimError(f"access {first + refused}: lane {lane}: {memory} byte address {address} is not a "
                                    f"non-negative multiple of {width}")
-    if not instruction.proven:
-        *numbers, unmodelled = columns.arrays()
-        for column in numbers:
-            column[:] = -1
-        unmodelled[:] = True
 
 
 def _sum(columns: Columns) -> Totals:

@@ -36,6 +36,15 @@ def refuses(width, mask, rows, access):
 
 
 @compiled
+def first_refused(width, masks, rows):
+    """The first access with an active address that is negative or misaligned, or -1."""
+    for access in range(len(masks)):
+        if refuses(width, masks[access], rows, access):
+            return access
+    return -1
+
+
+@compiled
 def moved(masks, rows, access):
     """Whether an access is the one before it moved by whole 128-byte lines, which changes no cost and no refusal.
 
