@@ -10,7 +10,7 @@ import numpy as np
 
 from simgpu.errors import SimError
 from simgpu.events import AccessEvent, Site, WorkEvent
-from simgpu.instructions import INSTRUCTIONS
+from simgpu.instructions import INSTRUCTIONS, Instruction
 from simgpu.replay import totals
 
 METRICS = {
