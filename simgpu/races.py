@@ -4,7 +4,8 @@ Accesses of one warp are in program order; a barrier orders those of a CTA. For 
 two warps that wrote it and the last two that read it: an access conflicts with some earlier one exactly if it
 conflicts with one of those two, because they are different warps. A cp.async is in flight from its issue to the wait of
 its thread: nobody may touch the byte meanwhile, and from then on it counts as a write of that thread. Shared atomics do
-not race with each other. What happens inside a warp (lanes that diverge, a missing ``__syncwarp``) is not checked.
+not race with each other; of a store that races with several of them the first is sure to be told. What happens inside a
+warp (lanes that diverge, a missing ``__syncwarp``) is not checked.
 
 >>> from kernels_py import find
 >>> launch = find("transpose")[0].launch("pad1", rows=64, cols=64)
