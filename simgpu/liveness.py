@@ -146,7 +146,7 @@ def interference(ranges: Ranges, free: bool = False) -> nx.Graph:
     ``free``: nor where they could at the price of a barrier.
     """
     graph = nx.Graph()
-    for block in ranges.blocks:
+    for block in sorted(ranges.blocks, key=lambda block: block.start):  # a first fit in this order is no step back
         graph.add_node(block.name, size=block.nbytes, align=block.align, block=block)
     for one, other in combinations(ranges.blocks, 2):
         gaps = ranges.gaps(one, other)
