@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from simgpu.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-SESSIONS = re.findall(r"```console\n\$ simgpu (.*?)\n(.*?)```", README, re.S)
+EXAMPLES = re.findall(r"```console\n\$ simgpu (.*?)\n(.*?)```", README, re.S)
 KERNEL = re.search(r"becomes `(\w+\.py)`:\n\n```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("command, output", SESSIONS, ids=[command for command, _ in SESSIONS])
+@pytest.mark.parametrize("command, output", EXAMPLES, ids=[command for command, _ in EXAMPLES])
 def test_commands_print_what_the_readme_shows(command, output):
     run = CliRunner().invoke(main, shlex.split(command))
     assert run.exit_code == 0, run.output
@@ -23,7 +23,7 @@ def test_commands_print_what_the_readme_shows(command, output):
 
 
 def test_the_readme_shows_commands():
-    assert len(SESSIONS) >= 4
+    assert len(EXAMPLES) >= 4
 
 
 def test_the_readmes_kernel_runs_without_registration(tmp_path):
