@@ -28,7 +28,7 @@ def new_state(ctas: int, nbytes: int) -> State:
     return State(np.zeros(two, np.int32), np.zeros(two, np.int16), np.zeros(two, np.int16), np.zeros(two, np.bool_),
                  np.zeros(two, np.int32), np.zeros(two, np.int16), np.zeros(two, np.int16),
                  np.zeros(one, np.int32), np.zeros(one, np.int16), np.zeros(one, np.int16),
-                 np.zeros(one, np.int32), np.zeros(one, np.int16), np.zeros(one, np.int64))
+                 np.zeros(one, np.int32), np.zeros(one, np.int16), np.zeros(one, np.uint32))
 
 
 @njit(cache=True, nogil=True)

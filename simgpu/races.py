@@ -18,6 +18,8 @@ warp (lanes that diverge, a missing ``__syncwarp``) is not checked.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found: ``findings``, of ``ctas`` (their numbers); ``barriers`` executed, by source line.
+    """What a check found: ``findings``, of ``ctas`` (their numbers); ``barriers`` a CTA meets, by source line.
 
     ``table`` are the counters of the checked CTAs, None after a fault.
     """
@@ -106,8 +108,9 @@ def check(
         watcher, _, fault = run((number,))
         told = watcher.findings()
         if fault:
-            told += (Finding("fault", "", "", fault.split(": ")[0] if fault.startswith("site") else "", cta=number,
-                             detail=fault),)
+            place = re.match(r"site '(.*?)' (\(.*?\)): ", fault)
+            told += (Finding("fault", "", "", f"{place[1]} {place[2]}" if place else "", cta=number,
+                             detail=fault[place.end():] if place else fault),)
         for finding in told:
             key = finding.kind, finding.first, finding.second, finding.tensor, finding.detail
             known = findings.setdefault(key, finding)
@@ -162,6 +165,7 @@ class RaceWatcher(Watcher):
         super().begin(shape, ctas, threads)
         self._since = np.zeros(shape[0], np.int32)  # order of each CTA's latest barrier
         self._state = new_state(shape[0], 0)
+        self._met: Counter[str] = Counter()
 
     def allocated(self, tensor, align) -> None:
         super().allocated(tensor, align)
@@ -192,13 +196,14 @@ class RaceWatcher(Watcher):
 
     def barrier(self, barrier) -> None:
         self._since[barrier.reached] = barrier.order
-        self.places[barrier.where] = self.places.get(barrier.where, 0) + 1
+        self._met[barrier.where] += 1
+        self.places[barrier.where] = max(self.places.get(barrier.where, 0), self._met[barrier.where])
 
     def _same(self, address, values, lanes) -> None:
         access, order = self._latest
         hits = np.zeros((len(KINDS), len(self.accesses) + 1), np.int64)
         examples = np.zeros((*hits.shape, EXAMPLE), np.int64)
-        if differ(self._state, access, order, lanes, address, values.astype(np.int64), hits, examples):
+        if differ(self._state, access, order, lanes, address, values.astype(np.uint32), hits, examples):
             self._keep(hits, examples, access, order)
 
     def _keep(self, hits: np.ndarray, examples: np.ndarray, second: int, order: int) -> None:

@@ -334,6 +334,7 @@ def test_command():
     document = json.loads(command("kda_b2@noalias", *small, "--gpu", "h200", "--format", "json").output)
     assert [(step["bytes"], step["blocks"]) for step in document["steps"]] == [(77824, 2), (77824, 2), (53248, 4)]
     assert document["confirmed"] and len(document["barriers"]) == 1
+    assert ["S + S_t", "do"] in document["interference"] and ["S + S_t", "stage[0]"] not in document["interference"]
     registers = command("kda_b2@noalias", *small, "--regs", "128", "--format", "json").output
     assert [step["blocks"] for step in json.loads(registers)["steps"]] == [2, 2, 2]
 

@@ -12,7 +12,7 @@ from models.occupancy import occupancy
 from simgpu.cli.check import _chosen, _count
 from simgpu.cli.conflicts import ANY_REGISTERS, configure
 from simgpu.cli.options import emit, format_option, gpu_option
-from simgpu.liveness import Confirmation, Liveness, Packing, analyse, confirm
+from simgpu.liveness import Confirmation, Liveness, Packing, analyse, confirm, interference
 from simgpu.report import Column
 
 BLOCKS = (
@@ -75,6 +75,7 @@ def liveness(kernel, gpu, settings, ctas, regs, recompute, whole, fmt):
         "steps": steps,
         "plan": {name: list(offsets) for name, offsets in found.least.plan.offsets.items()},
         "barriers": found.least.barriers,
+        "interference": [list(pair) for pair in interference(found.ranges).edges],
         "overlaps": found.least.shared,
         "unions": [asdict(union) for union in found.unions],
         "confirmed": confirmed.holds,
