@@ -79,11 +79,16 @@ class Liveness:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Whether a plan gives the kernel's own outputs bit for bit, and the races under it."""
+    """Whether a plan gives the kernel's own outputs bit for bit, the races under it, and the bytes of a block.
+
+    ``wavefronts`` of shared memory, of all CTAs run: the kernel's own and the plan's (another place may mean other
+    banks); of accesses without a proven rule none.
+    """
 
     equal: bool
     findings: tuple[Finding, ...]
     shared_bytes: int
+    wavefronts: tuple[int, int]
 
     @property
     def holds(self) -> bool:
@@ -134,7 +139,8 @@ def confirm(launch: Launch, ctas: Sequence[int], plan: Plan, *, shared_limit: in
                        make=partial(WatchedPlacedCTA, plan=plan, watchers=[watcher]))
     equal = all(np.array_equal(own.arrays[name].view(np.uint8), planned.arrays[name].view(np.uint8))
                 for name in own.arrays)
-    return Confirmation(equal, watcher.findings(), planned.shared_bytes)
+    wavefronts = tuple(found.table.total(allow_unmodelled=True).wavefronts or 0 for found in (own, planned))
+    return Confirmation(equal, watcher.findings(), planned.shared_bytes, wavefronts)
 
 
 # ---- packings --------------------------------------------------------------------------------------------------------

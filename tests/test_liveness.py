@@ -275,6 +275,7 @@ def test_b2_is_packed_at_least_as_well_as_by_hand():
     assert len(found.least.barriers) == 1
     outcome = confirm(found.launch, found.ctas, found.least.plan)
     assert outcome.holds and outcome.shared_bytes == found.least.span
+    assert outcome.wavefronts[0] == outcome.wavefronts[1] > 0
 
 
 def test_b3_is_packed_at_least_as_well_as_by_hand_where_operands_may_be_computed_again():

@@ -79,6 +79,7 @@ def liveness(kernel, gpu, settings, ctas, regs, recompute, whole, fmt):
         "overlaps": found.least.shared,
         "unions": [asdict(union) for union in found.unions],
         "confirmed": confirmed.holds,
+        "wavefronts": confirmed.wavefronts,
     }
     emit(fmt, BLOCKS, rows, title=f"{kernel}: {_count(len(found.ranges.barriers), 'barrier')}", document=document)
     if fmt in ("table", "md"):
@@ -161,9 +162,14 @@ def _notes(found: Liveness, confirmed: Confirmation, gpu: GPU, registers: int | 
     notes.append(f"{gpu.name}, {found.launch.threads} threads{known}")
     ctas = _count(len(found.ctas), "CTA")
     if confirmed.holds:
-        notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race")
+        notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race; "
+                     + _wavefronts(*confirmed.wavefronts))
     else:
         races = _count(len(confirmed.findings), "race")
         notes.append(f"NOT confirmed: {ctas} emulated under the plan: "
                      f"{'the same bits' if confirmed.equal else 'other outputs'}, {races}")
     return notes
+
+
+def _wavefronts(own: int, planned: int) -> str:
+    return "as many wavefronts" if own == planned else f"{planned:,} wavefronts where the kernel has {own:,}"
