@@ -162,14 +162,12 @@ def _notes(found: Liveness, confirmed: Confirmation, gpu: GPU, registers: int | 
     notes.append(f"{gpu.name}, {found.launch.threads} threads{known}")
     ctas = _count(len(found.ctas), "CTA")
     if confirmed.holds:
-        notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race; "
-                     + _wavefronts(*confirmed.wavefronts))
+        notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race")
     else:
         races = _count(len(confirmed.findings), "race")
         notes.append(f"NOT confirmed: {ctas} emulated under the plan: "
                      f"{'the same bits' if confirmed.equal else 'other outputs'}, {races}")
+    own, planned = confirmed.wavefronts
+    if own != planned:
+        notes.append(f"{planned:,} wavefronts under the plan, {own:,} as declared")
     return notes
-
-
-def _wavefronts(own: int, planned: int) -> str:
-    return "as many wavefronts" if own == planned else f"{planned:,} wavefronts where the kernel has {own:,}"
