@@ -18,7 +18,7 @@ from numba import njit
 
 from simgpu.epochs import ATOMIC, READ, Copy, Watcher
 from simgpu.errors import SimError
-from simgpu.events import AccessEvent
+from simgpu.events import AccessEvent, WorkEvent
 from simgpu.instructions import LANES
 from simgpu.placement import slice_extents
 from simgpu.tensor import SharedTensor
@@ -132,6 +132,7 @@ class LiveWatcher(Watcher):
         self._last: dict[int, tuple[int, str]] = {}
         self.used: dict[str, list[tuple[int, int]]] = {}  # per tensor: place and kind of every access
         self._places: dict[int, str] = {}
+        self._end = 0  # the latest place
 
     def allocated(self, tensor: SharedTensor, align: int) -> None:
         super().allocated(tensor, align)
@@ -154,7 +155,12 @@ class LiveWatcher(Watcher):
         self._starts = np.pad(self._starts, ((0, count), (0, 0)))
         self._unread = np.pad(self._unread, ((0, count), (0, 0)))
 
+    def work(self, event: WorkEvent) -> None:
+        self._end = event.order
+        super().work(event)
+
     def access(self, event: AccessEvent) -> None:
+        self._end = event.order
         if (event.masks == self._everyone).all():
             self._places[event.order] = f"{event.site.name} ({event.site.file}:{event.site.line})"
         super().access(event)
@@ -183,6 +189,8 @@ class LiveWatcher(Watcher):
 
     def ranges(self) -> Ranges:
         """What the run showed."""
+        for copy in self._copies:  # nobody waited: it may land until the end
+            self.land(copy, copy.waiting, self._end)
         _close_all(*self._bytes, self._starts, self._unread)
         live = np.cumsum(self._starts, 1) > 0
         graph = nx.Graph(self._flows)

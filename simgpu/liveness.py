@@ -42,7 +42,7 @@ class Packing:
     """Blocks placed: ``offsets`` in bytes by block, the bytes they ``span``, the ``bound`` no placement can beat.
 
     ``barriers`` are the sites in front of which a barrier more is needed; ``shared`` the pairs of blocks that have
-    bytes in common. ``proven``: less is impossible, given the live ranges.
+    bytes in common. ``proven``: less is impossible, given the live ranges and alignments.
     """
 
     plan: Plan

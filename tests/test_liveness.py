@@ -224,6 +224,18 @@ def test_a_copy_lives_until_its_wait():
     assert block.segments == ((1, 4),) and block.unread == 1024
 
 
+def test_a_copy_nobody_waits_for_lives_to_the_end():
+    def body(cta, x, y):
+        a, b = (cta.shared(name, float32, (256,)) for name in "ab")
+        cta.cp_async(a[4 * cta.tid], x[4 * cta.tid])
+        cta.sync()
+        cta.store(b[cta.tid], 1.0)
+        cta.store(y[cta.tid], cta.load(b[cta.tid]))
+
+    found = analyse(launch(body))
+    assert found.least.span == found.declared and confirm(found.launch, found.ctas, found.least.plan).holds
+
+
 def test_views_move_together():
     found = analyse(launch_of("kda_b2@noalias"))
     assert "S + S_t" in [block.name for block in found.ranges.blocks]
