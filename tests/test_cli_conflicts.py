@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import signal
 
 import pytest
 from click.testing import CliRunner
@@ -224,7 +225,11 @@ def test_no_trace_is_left_when_the_occupancy_is_refused():
 
 
 def test_an_interrupt_leaves_neither_output_nor_trace():
-    result = run("own.py:interrupted", "--save-trace", "t.trace", exit_code=1)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        result = run("own.py:interrupted", "--save-trace", "t.trace", exit_code=1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert result.stdout == "" and "Aborted!" in result.stderr and "Traceback" not in result.stderr
     assert not [name for name in os.listdir() if "trace" in name]
 
