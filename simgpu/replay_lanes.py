@@ -315,13 +315,11 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
             wavefronts[access] = ideal[access] = sectors[access] = least_sectors[access] = -1
             unmodelled[access] = True
             continue
-        lanes = 0
-        for lane in range(LANES):
-            lanes += mask >> lane & 1
         repeated = repeats(mask, shared, access, 0, LANES, ring)
-        pairs = 0
+        lanes = pairs = 0  # lanes that copy: the first of each target
         for lane in range(LANES):
             if mask >> lane & 1 and not (repeated and written_before(mask, shared, access, lane)):
+                lanes += 1
                 target, source = shared[access, lane], global_[access, lane]
                 pair = find(block, sector, pairs, target >> SECTOR_SHIFT, source >> SECTOR_SHIFT)
                 if pair < 0:

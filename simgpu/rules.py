@@ -216,7 +216,7 @@ def touched_sectors(addresses: dict[int, int]) -> int:
 
 
 def global_access(_: Instruction, width: int, global_: dict[int, int]) -> Cost:
-    """LDG and STG: the distinct sectors touched. Measured: exact on all 1,240 cases (320 stores fresh)."""
+    """LDG and STG: the distinct sectors touched. Measured: exact on all 1,880 cases (320 stores and 320 loads fresh)."""
     sectors = touched_sectors(global_)
     return Cost(sectors=sectors, ideal_sectors=ideal_sectors(len(global_), width, sectors))
 
@@ -274,10 +274,10 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
     them, travel together, in as many wavefronts as the sector most of them come from has pairs. A pair in which
     one half feeds both halves of the block is fetched twice, and its wavefronts are not understood: unmodelled.
 
-    Measured: sectors exact on all 323 cases (560 more in an earlier campaign); wavefronts on the 304 where no
-    half feeds a whole block, 234 of them with repeated sources or targets, on which that part of the rule was found.
-    The ideal sectors are the source page's, which counts sectors as above (exact on 90 runs of the kernels measured
-    here); it has no wavefronts for cp.async.cg: their ideal is that of cp.async.ca. Zero-fill is not measured.
+    The ideals count the lanes that copy. Measured: sectors exact on all 323 cases (560 more in an earlier campaign);
+    wavefronts on the 304 where no half feeds a whole block, 234 of them with repeated sources or targets, on which
+    that part of the rule was found. On 630 fresh ones the source page confirms both (wavefronts on the 617 without
+    such a half), and the ideals are its columns. Zero-fill is measured, but not understood.
     """
     if len(global_) < len(shared):
         return Cost(unmodelled=True)
@@ -289,7 +289,7 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
         kinds[target // SECTOR, source // SECTOR].add((source // width % 2, target // width % 2))
     twice = sum(len(kind) > len({half for half, _ in kind}) for kind in kinds.values())
     sectors = len(kinds) + twice
-    ideal = ideal_sectors(len(global_), width, sectors)
+    ideal = ideal_sectors(len(source_of), width, sectors)
     if twice:
         return Cost(sectors=sectors, ideal_sectors=ideal, unmodelled=True)
     per_line = LINE // SECTOR
@@ -297,7 +297,7 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
     for (block, sector), kind in kinds.items():
         together[block // per_line, sector // per_line, frozenset(kind), (block ^ sector) & 1][sector] += 1
     waves = sum(max(pairs.values()) for pairs in together.values())
-    return Cost(waves, full_lines(len(shared), width), sectors, ideal)
+    return Cost(waves, full_lines(len(source_of), width), sectors, ideal)
 
 
 RULES: dict[str, Callable[..., Cost]] = {
