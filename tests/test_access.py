@@ -14,12 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from implementations import both, cost_of_row
 
 from simgpu.instructions import INSTRUCTIONS, NO_SOURCE, instruction
 from simgpu.replay import replay
 from simgpu.rules import cost, pairs_merge
-from validation.access import SASS, kernel_name, launches, measured, metrics_of, packed
+from validation.access import SASS, kernel_name, launches, main, measured, metrics_of, packed
 from validation.access_patterns import Pattern, patterns
 
 SOURCE = {"wavefronts": "memory_l1_wavefronts_shared", "ideal": "memory_l1_wavefronts_shared_ideal",
@@ -199,3 +200,18 @@ def test_a_profile_is_read_site_by_site(monkeypatch, tmp_path):
     assert [row["counters"] for row in found] == [{SOURCE["wavefronts"]: count} for count in (11, 12, 14)]
     assert [row["active_mask"] for row in found] == ["0x00000001", "0x00000002", "0x00000004"]
     assert all(any(row.op.startswith(op) for op in SASS) for row in patterns())
+
+
+@pytest.mark.parametrize(("tools", "message"), [
+    ([], "nvidia-smi not found: install the NVIDIA driver: this needs a machine with a GPU"),
+    (["nvidia-smi", "nvcc"], "ncu not found: install Nsight Compute and put ncu on PATH"),
+    (["nvidia-smi", "nvcc", "ncu"], "ncu failed with status 3: no permission"),
+])
+def test_a_measurement_that_fails_says_why_and_leaves_no_result(tools, message, tmp_path, monkeypatch):
+    for tool in tools:
+        (tmp_path / tool).write_text("#!/bin/sh\necho no permission >&2\nexit 3\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = CliRunner().invoke(main, ["measure", "/bin/sh", str(tmp_path / "out.jsonl"), "--most", "1"])
+    assert (run.exit_code, run.output) == (2, f"error: {message}\n")
+    assert not list(tmp_path.glob("*.json*l"))

@@ -13,8 +13,8 @@ metric's own name, and a provenance file beside them.
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -27,7 +27,10 @@ from pathlib import Path
 
 import click
 
+from simgpu.errors import SimError
 from validation.access_patterns import LANES, Pattern, patterns
+from validation.measure import gpu_query, output_of, require_tools
+from validation.ncu import report_module
 
 LAUNCHES = 64  # of one profile: what is lost if it fails
 
@@ -104,11 +107,6 @@ def record(row: Pattern, counters: dict[str, int]) -> dict:
 # ---- on the machine with the GPU ---------------------------------------------------------------------------
 
 
-def output_of(*command: str) -> str:
-    """What ``command`` prints; raises CalledProcessError when it fails."""
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def metrics_of(launch: Sequence[Pattern]) -> list[str]:
     """The metrics to collect for a launch: those of single instructions or, where it has only one, those of launches.
 
@@ -119,25 +117,13 @@ def metrics_of(launch: Sequence[Pattern]) -> list[str]:
     return [f"{name}.sum" for name in next(names for op, names in LAUNCH.items() if re.match(op, launch[0].op))]
 
 
-def report_module():
-    """Nsight Compute's own Python module, from beside its program."""
-    program = Path(shutil.which("ncu") or "ncu").resolve()
-    for folder in (*program.parents, *sorted(Path("/opt/nvidia/nsight-compute").glob("*"))):
-        if (folder / "extras" / "python" / "ncu_report.py").exists():
-            sys.path.insert(0, str(folder / "extras" / "python"))
-            break
-    import ncu_report
-
-    return ncu_report
-
-
 def measured(report: Path, batch: Sequence[Sequence[Pattern]], metrics: Sequence[str]) -> Iterator[dict]:
     """The records of one profiled batch."""
     context = report_module().load_report(str(report))
     profiled = context.range_by_idx(0)
     actions = [profiled.action_by_idx(index) for index in range(profiled.num_actions())]
     if len(actions) != len(batch):
-        raise click.ClickException(f"{report}: {len(actions)} launches profiled, {len(batch)} planned")
+        raise SimError(f"{report}: {len(actions)} launches profiled, {len(batch)} planned")
     for action, launch in zip(actions, batch, strict=True):
         if len(launch) == 1:
             counters = {name.removesuffix(".sum"): action.metric_by_name(name).as_uint64() for name in metrics}
@@ -155,7 +141,7 @@ def measured(report: Path, batch: Sequence[Sequence[Pattern]], metrics: Sequence
         spelled = re.compile(rf"^(@!?U?P\w+ +)?{family}\b")
         sites = [pc for pc in sorted(per_site) if spelled.match(action.sass_by_pc(pc).strip())][:len(launch)]
         if len(sites) != len(launch):
-            raise click.ClickException(f"{report}: {action.name()}: {len(sites)} sites of {family}")
+            raise SimError(f"{report}: {action.name()}: {len(sites)} sites of {family}")
         for row, pc in zip(launch, sites, strict=True):
             if row.mask:
                 yield record(row, per_site[pc])
@@ -187,7 +173,7 @@ def plan_options(command):
         click.option("--only", default="", help="only instructions whose name matches this regular expression"),
         click.option("--most", default=1 << 30, help="at most this many rows of each instruction"),
         click.option("--size", default=64, help="rows of a launch: the ROWS that PROGRAM was built with"),
-        click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+        click.argument("program", type=click.Path(exists=True, dir_okay=False, executable=True, path_type=Path)),
     ):
         command = option(command)
     return command
@@ -212,28 +198,46 @@ def check(program: Path, seed: int, only: str, most: int, size: int) -> None:
 @click.option("--seconds", type=float, default=float("inf"), help="start no further batch after this long")
 def measure(program: Path, out: Path, seed: int, only: str, most: int, size: int, seconds: float) -> None:
     """Profile PROGRAM over the planned rows and write them to OUT, one JSON line each."""
+    try:
+        require_tools("nvidia-smi", "nvcc", "ncu")
+        # OUT appears when it is whole; until then a failure leaves what was measured in the other file.
+        unfinished = out.with_name(f"{out.name}.part")
+        profile(program, unfinished, planned(seed, only, most, size), seconds)
+        origin = provenance(seed, size)
+    except (SimError, OSError) as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    os.replace(unfinished, out)
+    out.with_suffix(".provenance.json").write_text(json.dumps(origin, indent=2) + "\n")
+
+
+def profile(program: Path, out: Path, plan: Iterator[list[list[Pattern]]], seconds: float) -> None:
+    """Profile ``program`` over the batches of ``plan``, into ``out``; start none after ``seconds``."""
     started = time.monotonic()
     with out.open("w") as lines, tempfile.TemporaryDirectory() as folder:
         report, file = Path(folder, "access.ncu-rep"), Path(folder, "access.batch")
-        for batch in planned(seed, only, most, size):
+        for batch in plan:
             if time.monotonic() - started > seconds:
                 click.echo(f"out of time before {kernel_name(batch[0][0])}")
                 break
             file.write_bytes(b"".join(map(packed, batch)))
             metrics = metrics_of(batch[0])
-            subprocess.run(["ncu", "--clock-control", "none", "-f", "-k", "regex:access", "--metrics",
-                            ",".join(metrics), "-o", str(report), str(program.resolve()), str(file)],
-                           check=True, stdout=subprocess.DEVNULL)
+            output_of("ncu", "--clock-control", "none", "-f", "-k", "regex:access", "--metrics", ",".join(metrics),
+                      "-o", str(report), str(program.resolve()), str(file))
             for line in measured(report, batch, metrics):
                 lines.write(json.dumps(line, separators=(",", ":")) + "\n")
             lines.flush()
             click.echo(f"{kernel_name(batch[0][0])}: {time.monotonic() - started:.1f} s")
-    query = "--query-gpu=name,driver_version", "--format=csv,noheader"
-    gpu, driver = output_of("nvidia-smi", *query).strip().split(", ")
-    out.with_suffix(".provenance.json").write_text(json.dumps({
-        "gpu": gpu, "driver": driver, "ncu": output_of("ncu", "--version").strip().splitlines()[-1],
+
+
+def provenance(seed: int, size: int) -> dict:
+    """Where the numbers come from: hardware, tools and plan."""
+    return {
+        "gpu": gpu_query("name"), "driver": gpu_query("driver_version"),
+        "ncu": output_of("ncu", "--version").strip().splitlines()[-1],
         "ncu_flags": "--clock-control none", "seed": seed, "rows_per_launch": size,
-        "nvcc": output_of("nvcc", "--version").strip().splitlines()[-1]}, indent=2) + "\n")
+        "nvcc": output_of("nvcc", "--version").strip().splitlines()[-1],
+    }
 
 
 if __name__ == "__main__":

@@ -168,15 +168,20 @@ def output_of(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def require_tools() -> None:
-    """Raise :class:`SimError` unless a GPU, the CUDA toolkit and Nsight Compute are at hand."""
-    for tool, remedy in (("nvidia-smi", "install the NVIDIA driver: this needs a machine with a GPU"),
-                         ("nvcc", "install the CUDA toolkit and put its bin folder on PATH"),
-                         ("nvdisasm", "install the CUDA toolkit's binary utilities and put them on PATH"),
-                         ("cuobjdump", "install the CUDA toolkit's binary utilities and put them on PATH"),
-                         ("ncu", "install Nsight Compute and put ncu on PATH")):
+REMEDIES = {
+    "nvidia-smi": "install the NVIDIA driver: this needs a machine with a GPU",
+    "nvcc": "install the CUDA toolkit and put its bin folder on PATH",
+    "nvdisasm": "install the CUDA toolkit's binary utilities and put them on PATH",
+    "cuobjdump": "install the CUDA toolkit's binary utilities and put them on PATH",
+    "ncu": "install Nsight Compute and put ncu on PATH",
+}
+
+
+def require_tools(*tools: str) -> None:
+    """Raise :class:`SimError` unless each of ``tools`` is on PATH, saying what to install."""
+    for tool in tools:
         if not shutil.which(tool):
-            raise SimError(f"{tool} not found: {remedy}")
+            raise SimError(f"{tool} not found: {REMEDIES[tool]}")
 
 
 def gpu_query(field: str) -> str:
@@ -286,7 +291,7 @@ def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str, commit: str |
     try:
         if unknown := set(kernels) - set(KERNELS):
             raise SimError(f"unknown kernel {min(unknown)!r} (known: {', '.join(KERNELS)})")
-        require_tools()
+        require_tools(*REMEDIES)
         arch = "sm_" + gpu_query("compute_cap").replace(".", "")
         metrics = offered((*EXACT, *HARDWARE), output_of("ncu", "--query-metrics"))
         origin = provenance(gpu, arch, commit)
