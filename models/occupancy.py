@@ -57,15 +57,16 @@ class NextStep:
 class Occupancy:
     """Occupancy of one kernel on one GPU.
 
-    ``limits`` are the blocks per SM each resource allows by itself, in the order blocks, warps, registers, shared;
-    ``limiter`` names the smallest, all of them when several tie ("registers, shared"). ``occupancy`` is the
-    fraction of the SM's warp slots in use.
+    ``limits`` are the blocks per SM each resource allows by itself, in the order blocks, warps, registers, shared; that
+    of registers is None where their number is unknown, and ``blocks_per_sm`` then holds for few enough of them.
+    ``limiter`` names the smallest, all of them when several tie ("registers, shared"). ``occupancy`` is the fraction of
+    the SM's warp slots in use.
     """
 
     gpu: str
     blocks_per_sm: int
     limiter: str
-    limits: dict[str, int]
+    limits: dict[str, int | None]
     warps_per_sm: int
     occupancy: float
     next_step: NextStep
@@ -75,9 +76,9 @@ class Occupancy:
         return asdict(self)
 
 
-def occupancy(gpu: GPU, *, threads: int, registers: int, shared_bytes: int, static_shared_bytes: int = 0,
+def occupancy(gpu: GPU, *, threads: int, registers: int | None, shared_bytes: int, static_shared_bytes: int = 0,
               carveout_kb: int | None = None) -> Occupancy:
-    """Blocks per SM of a kernel with ``threads`` threads a block and ``registers`` registers a thread.
+    """Blocks per SM of a kernel with ``threads`` threads a block and ``registers`` registers a thread (None: unknown).
 
     ``shared_bytes`` is the dynamic shared memory of a block in bytes, ``static_shared_bytes`` what ptxas reports;
     the driver's own 1,024 bytes are added here. A last warp that is not full counts as a warp.
@@ -94,7 +95,9 @@ def occupancy(gpu: GPU, *, threads: int, registers: int, shared_bytes: int, stat
     3 blocks; 4 needs shared memory <= 57,344 B: 12.0 KB less; registers <= 64: 8 fewer
     """
     threads = _whole(gpu, "threads", threads, 1, gpu.block_threads)
-    registers = _whole(gpu, "registers", registers, 1, gpu.thread_registers)
+    # As many registers as let every warp slot be taken stand in for an unknown number: they limit nothing.
+    used = (gpu.sm_registers // (gpu.sm_warps * LANES) if registers is None
+            else _whole(gpu, "registers", registers, 1, gpu.thread_registers))
     static = _whole(gpu, "static_shared_bytes", static_shared_bytes, 0, gpu.shared_bytes_per_block_default)
     total = static + _whole(gpu, "shared_bytes", shared_bytes, 0, None)
     if total > gpu.shared_bytes_per_block:
@@ -105,12 +108,12 @@ def occupancy(gpu: GPU, *, threads: int, registers: int, shared_bytes: int, stat
     limits = {
         "blocks": gpu.sm_blocks,
         "warps": gpu.sm_warps // warps,
-        "registers": _register_limit(gpu, registers, warps),
+        "registers": None if registers is None else _register_limit(gpu, used, warps),
         "shared": capacity // _allocated(gpu, total),
     }
-    blocks = min(limits.values())
+    blocks = min(limit for limit in limits.values() if limit is not None)
     if not blocks:  # only registers can get here: the other three are checked above, or part of the checks
-        raise SimError(f"{gpu.name}: {threads:,} threads with {registers} registers each: the {warps} warps of a block "
+        raise SimError(f"{gpu.name}: {threads:,} threads with {used} registers each: the {warps} warps of a block "
                        f"take more than the {gpu.block_registers:,} registers it may have")
     return Occupancy(
         gpu=gpu.name,
@@ -119,7 +122,7 @@ def occupancy(gpu: GPU, *, threads: int, registers: int, shared_bytes: int, stat
         limits=limits,
         warps_per_sm=blocks * warps,
         occupancy=blocks * warps / gpu.sm_warps,
-        next_step=_next_step(gpu, blocks, warps, registers, total, capacity, carveout_kb),
+        next_step=_next_step(gpu, blocks, warps, used, total, capacity, carveout_kb),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from models.cost import Estimate, estimate
@@ -29,7 +29,6 @@ SHARED = ("wavefronts", "ideal", "excessive", "n_way")
 GLOBAL = ("sectors", "ideal_sectors", "sectors_per_request")
 SITE_COLUMNS = (*COUNTED, "ideal", "n_way", "ideal_sectors", "requests", "sectors_per_request", "bytes", "unmodelled")
 LAUNCH_COLUMNS = ("shared_bytes", "registers", "blocks_per_sm", "us", "bound_us")
-ANY_REGISTERS = 32  # per thread: 64 warps of them fill the register file exactly, so registers limit nothing
 ABOUT = 0.02  # a smaller change of the estimate is "about 0%"
 
 
@@ -82,11 +81,7 @@ def side(name: str, launch: Launch, gpu: GPU, *, registers: int | None = None, c
     result = simulate(launch, ctas=ctas, mode=mode, sinks=(contention,), shared_limit=gpu.shared_bytes_per_block,
                       progress=progress)
     registers = launch.registers if registers is None else registers
-    fit = occupancy(gpu, threads=launch.threads, registers=ANY_REGISTERS if registers is None else registers,
-                    shared_bytes=result.shared_bytes)
-    if registers is None:
-        limiter = [name for name, limit in fit.limits.items() if limit == fit.blocks_per_sm and name != "registers"]
-        fit = replace(fit, limits=fit.limits | {"registers": None}, limiter=", ".join(limiter))
+    fit = occupancy(gpu, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
     demand = work_of(result.table, ctas=result.ctas, grid=launch.ctas, contended=contention.busiest,
                      tensor_bytes=sum(tensor.nbytes for tensor in launch.tensors))
     return Side(name, result, registers, fit, demand, estimate(demand, fit.blocks_per_sm, gpu, warm=warm))

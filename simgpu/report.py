@@ -77,6 +77,15 @@ def show(value: Any) -> str:
     return str(value)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "barrier"), counted(2048, "CTA")
+    ('1 barrier', '2,048 CTAs')
+    """
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def render(
     fmt: str,
     columns: Sequence[Column],
@@ -112,11 +121,12 @@ def render(
     if fmt == "md":
         return "\n".join(_markdown(shown, bodies, title, notes)) + "\n"
     console = page(console)
-    table, hidden = _fitted(shown, rows, footer, title, console)
+    table, hidden = _fitted(shown, rows, footer, console)
     if hidden:
         names = ", ".join(column.title for column in hidden)
         notes = [*notes, f"left out for want of width: {names} (--format csv has every column)"]
-    return to_text(table, *map(Text, notes), console=console)
+    head = [Text(title, style="bold")] if title else []  # not the table's own title: that wraps at the table's width
+    return to_text(*head, table, *map(Text, notes), console=console)
 
 
 def page(console: Console | None = None) -> Console:
@@ -152,12 +162,12 @@ def _markdown(columns: Sequence[Column], bodies: Sequence[dict], title: str, not
 
 
 def _fitted(
-    columns: list[Column], rows: Sequence[dict], footer: dict | None, title: str, console: Console
+    columns: list[Column], rows: Sequence[dict], footer: dict | None, console: Console
 ) -> tuple[Table, list[Column]]:
     """The table with as many columns as the console holds, and the columns left out."""
     columns, hidden = list(columns), []
     while True:
-        table = _table(columns, rows, footer, title, console.options.ascii_only)
+        table = _table(columns, rows, footer, console.options.ascii_only)
         wanted = Measurement.get(console, console.options.update(width=WIDE), table).maximum
         spare = max(columns, key=lambda column: column.rank, default=None)
         if wanted <= console.width or spare is None or not spare.rank:
@@ -166,11 +176,8 @@ def _fitted(
         hidden.append(spare)
 
 
-def _table(columns: list[Column], rows: Sequence[dict], footer: dict | None, title: str, ascii_only: bool) -> Table:
+def _table(columns: list[Column], rows: Sequence[dict], footer: dict | None, ascii_only: bool) -> Table:
     table = Table(
-        title=Text(title) if title else None,
-        title_justify="left",
-        title_style="bold",
         box=RULED_ASCII if ascii_only else RULED,
         show_edge=False,
         pad_edge=False,

@@ -266,7 +266,7 @@ def test_a_gate_does_not_pass_by_not_knowing(own):
     (["transpose"], "nothing to compare transpose with"),
     (["transpose", "transpos"], "unknown kernel 'transpos'; did you mean 'transpose'?"),
     (["transpose", "--vs", "pad=1"], "no parameter 'pad'"),
-    (["transpose", "--vs", "rows"], "is not NAME=VALUE"),
+    (["transpose", "--vs", "rows"], "--vs 'rows' is not NAME=VALUE"),
     (["transpose", "transpose@pad1", "--set", "rows=64", "--set", "cols=32", "--ctas", "3"], "grid (1, 2, 1) has 2"),
 ])
 def test_bad_input_is_refused_in_one_line(arguments, message):

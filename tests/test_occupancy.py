@@ -210,3 +210,11 @@ def test_next_step_is_enough_and_not_one_byte_or_register_too_little(case):
         assert occupancy(gpu, **raised | {"carveout_kb": step.carveout_kb}).blocks_per_sm >= step.blocks
         below = max(kb for kb in gpu.shared_carveouts_kb if kb < step.carveout_kb)
         assert occupancy(gpu, **raised | {"carveout_kb": below}).blocks_per_sm < step.blocks
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_unknown_registers_limit_nothing(name):
+    gpu = load_gpu(name)
+    fit = occupancy(gpu, threads=256, registers=None, shared_bytes=4096)
+    assert fit.limits["registers"] is None and fit.limiter == "warps" and fit.blocks_per_sm == gpu.sm_warps // 8
+    assert occupancy(gpu, threads=1024, registers=None, shared_bytes=0).blocks_per_sm == gpu.sm_warps // 32

@@ -61,6 +61,11 @@ def test_people_are_spared_columns_that_say_nothing():
     assert "wavefronts" in render("table", COLUMNS, [])
 
 
+def test_a_title_wider_than_its_table_stays_in_one_line():
+    text = render("table", [Column("n", "N")], [{"n": 1}], title="a kernel with a long name")
+    assert text.startswith("a kernel with a long name\n")
+
+
 def test_numbers_line_up_on_the_right_and_totals_are_ruled_off():
     lines = render("table", COLUMNS, ROWS, footer=TOTAL, title="T", notes=["n"]).splitlines()
     assert lines[0] == "T" and lines[-1] == "n"

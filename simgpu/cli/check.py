@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import reprlib
 from dataclasses import asdict
 
 import click
 
-from simgpu.cli.conflicts import configure
+from simgpu.cli.conflicts import configure, ctas_of
 from simgpu.cli.options import emit, format_option, write
-from simgpu.errors import SimError
 from simgpu.launch import Launch
 from simgpu.races import Finding, Report, gates, needed
 from simgpu.races import check as check_races
-from simgpu.report import Column
+from simgpu.report import Column, counted
 
 COLUMNS = (
     Column("kind", "finding", text=True),
@@ -61,8 +58,7 @@ def check(kernel, settings, ctas, max_excessive, max_n_way, barriers, fmt):
     simgpu check kda_b3@l6 --barriers
     """
     launch = configure(kernel, settings)
-    chosen = _chosen(ctas, launch)
-    report = check_races(launch, ctas=chosen)
+    report = check_races(launch, ctas=chosen(ctas, launch))
     findings = report.findings
     if report.table is not None:
         findings += gates(report.table, max_excessive, max_n_way)
@@ -78,7 +74,7 @@ def check(kernel, settings, ctas, max_excessive, max_n_way, barriers, fmt):
     elif fmt == "table" and not findings:
         write(f"{kernel}: clean ({_coverage(launch, report)})\n")
     else:
-        title = f"{kernel}: {_count(len(findings), 'finding')}"
+        title = f"{kernel}: {counted(len(findings), 'finding')}"
         notes = [f"checked {_coverage(launch, report)}"]
         emit(fmt, COLUMNS, [_row(finding) for finding in findings], title=title, notes=notes, document=document)
     if findings:
@@ -98,29 +94,18 @@ def _emit_barriers(fmt: str, kernel: str, launch: Launch, report: Report, docume
     notes = [f"checked {_coverage(launch, report)}; of what a barrier prevents, the first finding is shown"]
     if idle:
         notes.append(f"orders nothing, if the others stay: {', '.join(idle)}")
-    emit(fmt, BARRIERS, rows, title=f"{kernel}: clean, {_count(len(rows), 'barrier')}", notes=notes, document=document)
+    emit(fmt, BARRIERS, rows, title=f"{kernel}: clean, {counted(len(rows), 'barrier')}", notes=notes, document=document)
 
 
 def _row(finding: Finding) -> dict:
     return {key: None if value == "" else value for key, value in asdict(finding).items()}
 
 
-def _chosen(text: str, launch: Launch) -> range | None:
-    if not text:
-        return None
-    if text == "all":
-        return range(launch.ctas)
-    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= launch.ctas:
-        raise SimError(
-            f"--ctas {reprlib.repr(text)} is neither 'all' nor a number from 1 to {launch.ctas}, the CTAs of the grid"
-        )
-    return range(int(text))
+def chosen(text: str, launch: Launch) -> range | None:
+    """The CTAs of ``--ctas N|all``; None, for the default, where it is not given."""
+    return range(ctas_of(text, launch) or launch.ctas) if text else None
 
 
 def _coverage(launch: Launch, report: Report) -> str:
     met = sum(report.barriers.values())
-    return f"{len(report.ctas):,} of {_count(launch.ctas, 'CTA')}, with values; {_count(met, 'barrier')} executed"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + "s" * (number != 1)
+    return f"{len(report.ctas):,} of {counted(launch.ctas, 'CTA')}, with values; {counted(met, 'barrier')} executed"

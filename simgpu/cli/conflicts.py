@@ -6,7 +6,6 @@ import os
 import re
 import reprlib
 from contextlib import nullcontext
-from dataclasses import replace
 
 import click
 
@@ -19,8 +18,6 @@ from simgpu.errors import SimError
 from simgpu.launch import Launch
 from simgpu.run import MODES, Result, simulate
 from simgpu.trace import TraceWriter
-
-ANY_REGISTERS = 32  # per thread: 64 warps of them fill the register file exactly, so registers limit nothing
 
 
 @click.command()
@@ -59,7 +56,7 @@ def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled
     """
     machine = load_gpu(gpu)
     launch = configure(kernel, settings)
-    count = _ctas(ctas, launch)
+    count = ctas_of(ctas, launch)
     recorded = {"kernel": kernel, "settings": list(settings), "grid": launch.grid, "block": launch.block}
     # A trace appears when the block is left without an error: so all that may fail happens inside.
     with TraceWriter(save_trace, recorded) if save_trace else nullcontext() as trace:
@@ -74,12 +71,12 @@ def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled
                 shared_limit=machine.shared_bytes_per_block,
             )
         registers = regs if regs is not None else launch.registers
-        fit = _fit(machine, result, registers)
+        fit = occupancy(machine, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
     emit_sites(
         fmt,
         result.table,
-        title=f"{kernel} on {machine.name}: grid {_dims(launch.grid)}, block {_dims(launch.block)}",
-        notes=[_occupancy_line(result, fit, registers), _coverage(result), _provenance(machine)],
+        title=f"{kernel} on {machine.name}: grid {dims(launch.grid)}, block {dims(launch.block)}",
+        notes=[occupancy_line(result, fit, registers), coverage(result), provenance(machine)],
         allow=allow_unmodelled,
         document={
             "kernel": kernel,
@@ -99,16 +96,21 @@ def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled
 def configure(name: str, settings: tuple[str, ...]) -> Launch:
     """The launch that KERNEL[@VARIANT] and its ``--set NAME=VALUE`` settings describe."""
     kernel, variant = find(name)
-    values = {}
+    return kernel.launch(variant, **kernel.parse(variant, pairs(settings)))
+
+
+def pairs(settings: tuple[str, ...], option: str = "--set") -> dict[str, str]:
+    """The NAME=VALUE settings of ``option``, as texts by name; of a name given twice the last one holds."""
+    found = {}
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise SimError(f"--set {setting!r} is not NAME=VALUE")
-        values[key] = text
-    return kernel.launch(variant, **kernel.parse(variant, values))
+        name, equals, text = setting.partition("=")
+        if not equals or not name:
+            raise SimError(f"{option} {setting!r} is not NAME=VALUE")
+        found[name] = text
+    return found
 
 
-def _ctas(text: str, launch: Launch) -> int | None:
+def ctas_of(text: str, launch: Launch) -> int | None:
     if text == "all":
         return None
     if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= launch.ctas:
@@ -118,33 +120,18 @@ def _ctas(text: str, launch: Launch) -> int | None:
     return int(text)
 
 
-def _dims(dims: tuple[int, int, int]) -> str:
+def dims(dims: tuple[int, int, int]) -> str:
     return "x".join(map(str, dims))
 
 
-def _fit(gpu: GPU, result: Result, registers: int | None) -> Occupancy:
-    """The occupancy; where registers are unknown, of the other resources, with None as what registers allow."""
-    fit = occupancy(
-        gpu,
-        threads=result.launch.threads,
-        registers=ANY_REGISTERS if registers is None else registers,
-        shared_bytes=result.shared_bytes,
-    )
-    if registers is not None:
-        return fit
-    limits = fit.limits | {"registers": None}
-    limiter = ", ".join(name for name, limit in limits.items() if limit == fit.blocks_per_sm)
-    return replace(fit, limits=limits, limiter=limiter)
-
-
-def _occupancy_line(result: Result, fit: Occupancy, registers: int | None) -> str:
+def occupancy_line(result: Result, fit: Occupancy, registers: int | None) -> str:
     blocks = f"{'up to ' if registers is None else ''}{fit.blocks_per_sm} blocks/SM ({fit.occupancy:.1%})"
     known = "registers unknown (--regs N)" if registers is None else f"{registers} registers"
     used = f"{result.launch.threads} threads, {result.shared_bytes:,} B shared, {known}"
     return f"occupancy: {blocks}, limited by {fit.limiter}, with {used}. {fit.next_step.sentence}"
 
 
-def _coverage(result: Result) -> str:
+def coverage(result: Result) -> str:
     how = (
         "with values"
         if result.values
@@ -153,7 +140,7 @@ def _coverage(result: Result) -> str:
     return f"emulated {result.ctas:,} of {result.launch.ctas:,} CTAs, {how}"
 
 
-def _provenance(gpu: GPU) -> str:
+def provenance(gpu: GPU) -> str:
     return {
         "h200": "rules: measured on an H200",
         "h100": "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)",

@@ -6,7 +6,7 @@ import click
 
 from kernels_py import find
 from models.gpu import load_gpu
-from simgpu.cli.conflicts import configure
+from simgpu.cli.conflicts import configure, pairs
 from simgpu.cli.options import format_option, gpu_option, progress, write
 from simgpu.diff import COUNTED, SITE_COLUMNS, Change, Diff, Gate, arrow, compare, side, verdict
 from simgpu.errors import SimError
@@ -69,6 +69,7 @@ def diff(ctx, before, after, gpu, settings, changes, regs, vs_regs, ctas, warm, 
         raise SimError(f"nothing to compare {before} with: give a second kernel, or --vs NAME=VALUE")
     conditions = [Gate.parse(text) for text in gates]
     machine = load_gpu(gpu)
+    pairs(changes, "--vs")  # refused under its own name
     other, varied = after or before, (*settings, *changes)
     launches = configure(before, settings), configure(other, varied)
     names = _name(before, settings), _name(other, varied)
@@ -90,7 +91,7 @@ def diff(ctx, before, after, gpu, settings, changes, regs, vs_regs, ctas, warm, 
 
 def _name(kernel: str, settings: tuple[str, ...]) -> str:
     """The kernel with its settings, of which the last one of a name holds."""
-    return " ".join((kernel, *{setting.partition("=")[0]: setting for setting in settings}.values()))
+    return " ".join((kernel, *(f"{name}={value}" for name, value in pairs(settings).items())))
 
 
 def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
@@ -106,12 +107,12 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
     shown = [change for change in found.sites if all_sites or change.status != "same"]
     hidden = len(found.sites) - len(shown)
     unchanged = f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"
-    title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"  # wider than a table may be
-    sites = render(fmt, SITES, [_cells(change) for change in shown], footer=_cells(found.total),
+    title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"
+    sites = render(fmt, SITES, [_cells(change) for change in shown], title=title, footer=_cells(found.total),
                    notes=[unchanged] if hidden else [])
     units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found),
                                                      *(f"not in it: {line}" for line in _unknown(found))])
-    return f"**{title}**\n\n{sites}\n{units}" if fmt == "md" else f"{title}\n{sites}\n{units}"
+    return f"{sites}\n{units}"
 
 
 def _cells(change: Change) -> dict:

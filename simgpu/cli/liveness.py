@@ -9,11 +9,11 @@ import click
 
 from models.gpu import GPU, load_gpu
 from models.occupancy import occupancy
-from simgpu.cli.check import _chosen, _count
-from simgpu.cli.conflicts import ANY_REGISTERS, configure
+from simgpu.cli.check import chosen
+from simgpu.cli.conflicts import configure
 from simgpu.cli.options import emit, format_option, gpu_option
 from simgpu.liveness import Confirmation, Liveness, Packing, analyse, confirm, interference
-from simgpu.report import Column
+from simgpu.report import Column, counted
 
 BLOCKS = (
     Column("tensor", "tensor", text=True),
@@ -61,7 +61,7 @@ def liveness(kernel, gpu, settings, ctas, regs, recompute, whole, fmt):
     machine = load_gpu(gpu)
     launch = configure(kernel, settings)
     limit = machine.shared_bytes_per_sm  # a kernel that does not fit yet is welcome
-    found = analyse(launch, ctas=_chosen(ctas, launch), recompute=recompute, whole=whole, shared_limit=limit)
+    found = analyse(launch, ctas=chosen(ctas, launch), recompute=recompute, whole=whole, shared_limit=limit)
     confirmed = confirm(found.launch, found.ctas, found.least.plan, shared_limit=limit)
     registers = regs if regs is not None else launch.registers
     rows, steps = _blocks(found), _steps(found, machine, registers)
@@ -81,7 +81,7 @@ def liveness(kernel, gpu, settings, ctas, regs, recompute, whole, fmt):
         "confirmed": confirmed.holds,
         "wavefronts": confirmed.wavefronts,
     }
-    emit(fmt, BLOCKS, rows, title=f"{kernel}: {_count(len(found.ranges.barriers), 'barrier')}", document=document)
+    emit(fmt, BLOCKS, rows, title=f"{kernel}: {counted(len(found.ranges.barriers), 'barrier')}", document=document)
     if fmt in ("table", "md"):
         click.echo()
         emit(fmt, STEPS, steps, notes=_notes(found, confirmed, machine, registers, recompute))
@@ -134,8 +134,7 @@ def _fit(found: Liveness, gpu: GPU, registers: int | None, nbytes: int) -> tuple
     """Blocks per SM and what limits them; 0 blocks where one does not fit."""
     if nbytes > gpu.shared_bytes_per_block:
         return 0, "shared"
-    fit = occupancy(gpu, threads=found.launch.threads, shared_bytes=nbytes,
-                    registers=ANY_REGISTERS if registers is None else registers)
+    fit = occupancy(gpu, threads=found.launch.threads, registers=registers, shared_bytes=nbytes)
     return fit.blocks_per_sm, fit.limiter
 
 
@@ -153,18 +152,18 @@ def _notes(found: Liveness, confirmed: Confirmation, gpu: GPU, registers: int | 
         after, _ = _fit(found, gpu, registers, union.span)
         if after > blocks and after not in told:  # the largest saving comes first
             told.add(after)
-            price = f", {_count(len(union.barriers), 'barrier')} more" if union.barriers else ""
+            price = f", {counted(len(union.barriers), 'barrier')} more" if union.barriers else ""
             notes.append(f"alone enough for {after} blocks/SM: {union.tensor} over {', '.join(union.over)} "
                          f"({union.span:,} B{price})")
     known = "; registers unknown (--regs N): blocks/SM are at most that"
     if registers is not None:
         known = f", {registers} registers"
     notes.append(f"{gpu.name}, {found.launch.threads} threads{known}")
-    ctas = _count(len(found.ctas), "CTA")
+    ctas = counted(len(found.ctas), "CTA")
     if confirmed.holds:
         notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race")
     else:
-        races = _count(len(confirmed.findings), "race")
+        races = counted(len(confirmed.findings), "race")
         notes.append(f"NOT confirmed: {ctas} emulated under the plan: "
                      f"{'the same bits' if confirmed.equal else 'other outputs'}, {races}")
     own, planned = confirmed.wavefronts

@@ -9,16 +9,7 @@ import click
 from models.gpu import GPU, load_gpu
 from models.occupancy import KB, Occupancy
 from models.occupancy import occupancy as occupancy_of
-from simgpu.cli.conflicts import (
-    ANY_REGISTERS,
-    _coverage,
-    _ctas,
-    _dims,
-    _fit,
-    _occupancy_line,
-    _provenance,
-    configure,
-)
+from simgpu.cli.conflicts import configure, coverage, ctas_of, dims, occupancy_line, provenance
 from simgpu.cli.options import gpu_option, progress, unmodelled_option, write
 from simgpu.cli.sites import COLUMNS
 from simgpu.counters import CounterTable, SiteCounters
@@ -103,24 +94,24 @@ def _run(name: str, settings: tuple[str, ...], machine: GPU, ctas: str, regs: in
     with progress("CTAs") as bar:
         result = simulate(
             launch,
-            ctas=_ctas(ctas, launch),
+            ctas=ctas_of(ctas, launch),
             sinks=[worst],
             progress=bar,
             shared_limit=machine.shared_bytes_per_block,
         )
     registers = regs if regs is not None else launch.registers
-    fit = _fit(machine, result, registers)
+    fit = occupancy_of(machine, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
     total = result.table.total(allow_unmodelled=True)
     facts = [
-        ("grid", _dims(launch.grid)),
-        ("block", _dims(launch.block)),
+        ("grid", dims(launch.grid)),
+        ("block", dims(launch.block)),
         ("GPU", machine.name),
         ("wavefronts", show(total.wavefronts)),
         ("excessive", show(total.excessive)),
         ("sectors", show(total.sectors)),
         ("blocks/SM", f"{'up to ' if registers is None else ''}{fit.blocks_per_sm}"),
     ]
-    notes = [_occupancy_line(result, fit, registers), _coverage(result), _provenance(machine)]
+    notes = [occupancy_line(result, fit, registers), coverage(result), provenance(machine)]
     if unmodelled := total.unmodelled:
         notes.append(f"{unmodelled:,} accesses have no proven rule (unmodelled)")
     stairs = _staircases(machine, result, registers, fit)
@@ -167,7 +158,6 @@ def _pair(site: str, before: SiteCounters | None, after: SiteCounters | None) ->
 def _staircases(machine: GPU, result: Result, registers: int | None, fit: Occupancy) -> list[Staircase]:
     """Blocks per SM over shared memory and over registers, everything else as the kernel has it."""
     threads, shared = result.launch.threads, result.shared_bytes
-    assumed = ANY_REGISTERS if registers is None else registers
     blocks = functools.partial(_blocks, machine, threads)
     step, most = fit.next_step, machine.shared_bytes_per_block
     samples = sorted({*range(0, most + 1, machine.shared_granule_bytes), shared, most})
@@ -179,7 +169,7 @@ def _staircases(machine: GPU, result: Result, registers: int | None, fit: Occupa
         Staircase(
             f"over shared memory, with {threads} threads and {known}",
             "shared memory of a block, KB",
-            steps([(value, blocks(assumed, value)) for value in samples]),
+            steps([(value, blocks(registers, value)) for value in samples]),
             tuple((kb * KB, str(kb)) for kb in range(0, most // KB + 1, 32)),
             shared,
             fit.blocks_per_sm,
@@ -199,7 +189,7 @@ def _staircases(machine: GPU, result: Result, registers: int | None, fit: Occupa
     ]
 
 
-def _blocks(machine: GPU, threads: int, registers: int, shared: int) -> int:
+def _blocks(machine: GPU, threads: int, registers: int | None, shared: int) -> int:
     try:
         return occupancy_of(machine, threads=threads, registers=registers, shared_bytes=shared).blocks_per_sm
     except SimError:  # a block of that many registers does not start

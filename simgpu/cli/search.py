@@ -10,7 +10,7 @@ import click
 from kernels_py import find
 from models.gpu import GPU, load_gpu
 from models.occupancy import occupancy
-from simgpu.cli.conflicts import ANY_REGISTERS, configure
+from simgpu.cli.conflicts import configure, pairs
 from simgpu.cli.options import emit, format_option, gpu_option, progress, unmodelled_option
 from simgpu.errors import SimError
 from simgpu.launch import Launch
@@ -95,7 +95,7 @@ def launch_of(kernel: str, settings: tuple[tuple[str, object], ...], **parameter
 
 def _parameters(kernel, settings, over, machine: GPU, ctas, top, fmt, *, jobs, resume, regs, allow_unmodelled):
     made, variant = find(kernel)
-    fixed = made.parse(variant, _pairs(settings))
+    fixed = made.parse(variant, pairs(settings))
     axes = {}
     for text in over:
         name, values = axis(made, variant, text)
@@ -111,7 +111,7 @@ def _parameters(kernel, settings, over, machine: GPU, ctas, top, fmt, *, jobs, r
                            journal=journal, progress=bar)
 
     def blocks(outcome: Outcome) -> int:
-        registers = regs or outcome.registers or ANY_REGISTERS
+        registers = regs or outcome.registers
         return occupancy(
             machine, threads=outcome.threads, registers=registers, shared_bytes=outcome.shared_bytes
         ).blocks_per_sm
@@ -145,14 +145,6 @@ def _parameters(kernel, settings, over, machine: GPU, ctas, top, fmt, *, jobs, r
         title=f"{kernel} on {machine.name}, over {', '.join(axes)}",
         notes=notes,
     )
-
-
-def _pairs(settings: tuple[str, ...]) -> dict[str, str]:
-    pairs = [setting.partition("=") for setting in settings]
-    for setting, (name, equals, _) in zip(settings, pairs, strict=True):
-        if not name or not equals:
-            raise SimError(f"--set {setting!r} is not NAME=VALUE")
-    return {name: text for name, _, text in pairs}
 
 
 def _setting(outcome: Outcome) -> str:
