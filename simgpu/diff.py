@@ -182,6 +182,10 @@ def verdict(diff: Diff) -> list[str]:
              for change in diff.sites if change.worsened]
     if worse:
         lines.append(f"worse at {'; '.join(worse)}")
+    crowd = max(side.estimate.waves * side.fit.blocks_per_sm / side.estimate.fill for side in (diff.before, diff.after))
+    fewest = min(diff.before.fit.blocks_per_sm, diff.after.fit.blocks_per_sm)
+    if _blocks(diff) and crowd <= fewest:
+        lines.append(f"so small a grid puts {crowd:.0f} CTAs on an SM at most: blocks/SM would matter in a larger one")
     tails = {f"{side.estimate.waves:.2f} waves: {1 - side.estimate.fill:.0%} of the SMs' time is idle, waiting for the "
              "SM with the most CTAs": side for side in (diff.after, diff.before) if side.estimate.fill < 0.9}
     return lines + [f"{side.name}: {tail}" for tail, side in tails.items()]

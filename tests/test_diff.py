@@ -151,6 +151,19 @@ def test_registers_decide_the_blocks(own):
     assert "blocks/SM" in found["verdict"][0]
 
 
+def test_a_grid_that_never_fills_an_sm_gains_nothing_from_more_blocks():
+    small = run("kda_b2@noalias", "kda_b2@kdsunion", "--gpu", "h200", "--ctas", "1").output
+    assert "holds 2 -> 3 blocks/SM" in small and "expect about 0% time" in small
+    assert "puts 2 CTAs on an SM at most" in small
+    large = run("kda_b2@noalias", "kda_b2@kdsunion", "--gpu", "h200", "--ctas", "1", "--set", "tokens=4000").output
+    assert "CTAs on an SM at most" not in large
+
+
+def test_a_part_of_the_grid_says_so(own):
+    assert "counted 1 of 2 CTAs; the times below are for all" in run(own("traded"), "--vs", "pad=1", "--ctas", "1").output
+    assert "counted" not in run(own("traded"), "--vs", "pad=1").output
+
+
 def test_csv_has_every_column_and_the_total(own):
     rows = list(csv.DictReader(io.StringIO(run(own("traded"), "--vs", "pad=1", "--format", "csv").output)))
     assert [entry["site"] for entry in rows] == ["fill", "column", "row", "out", "total"]

@@ -109,7 +109,7 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
     unchanged = f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"
     title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"
     sites = render(fmt, SITES, [_cells(change) for change in shown], title=title, footer=_cells(found.total),
-                   notes=[unchanged] if hidden else [])
+                   notes=[*([unchanged] if hidden else []), *_partial(found)])
     units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found),
                                                      *(f"not in it: {line}" for line in _unknown(found))])
     return f"{sites}\n{units}"
@@ -142,6 +142,15 @@ def _launch(found: Diff) -> str:
     waves = arrow(*(round(part.estimate.waves, 2) for part in sides))
     return (f"{both('shared_bytes')} B shared, registers {registers}, {'up to ' if unknown else ''}"
             f"{both('blocks_per_sm')} blocks/SM (limited by {' -> '.join(limiters)}), {waves} waves")
+
+
+def _partial(found: Diff) -> list[str]:
+    """How many CTAs were counted, if not all."""
+    parts = [(part.result.ctas, part.result.launch.ctas) for part in (found.before, found.after)]
+    if all(counted == grid for counted, grid in parts):
+        return []
+    counted, grids = (arrow(*numbers) for numbers in zip(*parts, strict=True))
+    return [f"counted {counted} of {grids} CTAs; the times below are for all"]
 
 
 def _unknown(found: Diff) -> list[str]:
