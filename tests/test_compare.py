@@ -190,6 +190,14 @@ def test_another_kernel_is_refused_with_the_launches_there_are(compare):
     refused(compare(raw_page(), kernel="patterns@stride4", settings=()), "no launch of 'patterns'", KERNEL)
 
 
+def test_a_kernel_may_be_named_like_the_twins_device_function(compare):
+    ladder = {"kernel": "hgemm_ladder@A3", "settings": ("--set", "m=128", "--set", "n=128", "--set", "k=64")}
+    for name, read in (("hgemm<1, 1, 0>(int)", True), ("my_hgemm2(int)", False)):
+        page = raw_page(grid="(1, 1, 1)").replace(KERNEL, name).replace("(32, 8, 1)", "(256, 1, 1)")
+        result = compare(page, **ladder)
+        assert (result.exit_code == 1) if read else ("no launch of 'hgemm_ladder'" in result.stderr)
+
+
 def test_another_size_is_refused(compare):
     refused(compare(raw_page(grid="(64, 64, 1)")), "(64, 64, 1)", "(32, 32, 1)", "--set")
 

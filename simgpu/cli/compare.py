@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -40,7 +41,8 @@ SPELLINGS = {"RED": "ATOMG", "REDG": "ATOMG", "ATOM": "ATOMG"}  # atomics on glo
 @click.option("--ncu", "file", type=click.Path(path_type=Path), required=True, metavar="FILE",
               help="CSV of ncu --page raw, or of --page source with --print-source sass or cuda,sass.")
 @click.option("--launch", "number", type=click.IntRange(1), metavar="N",
-              help="Which launch of the file, counted from 1.  [default: the only one of that name]")
+              help="Which launch of the file, counted from 1.  [default: the only one named like KERNEL or its device "
+                   "function]")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Set a kernel parameter; repeatable.")
 @click.option("--threads", type=click.IntRange(1), help="Threads to use.  [default: the processor's cores]")
 @format_option
@@ -79,6 +81,7 @@ def compare(ctx, kernel, file, number, settings, threads, fmt):
 def choose(profiles: list[Profile], number: int | None, name: str, launch: Launch, file: Path) -> Profile:
     """The launch to compare: the ``number``th, or the only one whose kernel's name contains ``name``.
 
+    Where none does, the name of the twin's device function may be the kernel's, as of ``hgemm`` in hgemm_ladder.cu.
     Raises SimError, listing the launches, when there is no such launch or more than one, and when the profile ran
     another grid or block than the twin.
     """
@@ -89,6 +92,7 @@ def choose(profiles: list[Profile], number: int | None, name: str, launch: Launc
         found = profiles[number - 1]
     else:
         named = [profile for profile in profiles if name.lower() in profile.kernel.lower()]
+        named = named or [profile for profile in profiles if launch.name in re.findall(r"\w+", profile.kernel)]
         if not named:
             raise SimError(f"{file}: no launch of {name!r}: it holds {listing} (pick one with --launch)")
         if len(named) > 1:

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <vector>
 
+#define HAS_STMATRIX (__CUDA_ARCH_LIST__ >= 900)
 #ifndef ROWS
 #define ROWS 64  // rows of a launch, at most 64
 #endif
@@ -179,7 +180,7 @@ struct Ldmatrix : Access {
     }
 };
 
-#ifndef SM_80
+#if HAS_STMATRIX
 template <int N, bool TRANS>
 struct Stmatrix : Access {
     __device__ static bool run(const Site& at, bool on) {
@@ -349,7 +350,7 @@ struct Kernel { const char* name; void (*run)(char*, uint64_t*); bool writes; };
 const Kernel kernels[] = {
     PLAIN(1), PLAIN(2), PLAIN(4), PLAIN(8), PLAIN(16),
     MATRICES("ldmatrix", Ldmatrix, 1), MATRICES("ldmatrix", Ldmatrix, 2), MATRICES("ldmatrix", Ldmatrix, 4),
-#ifndef SM_80
+#if HAS_STMATRIX
     MATRICES("stmatrix", Stmatrix, 1), MATRICES("stmatrix", Stmatrix, 2), MATRICES("stmatrix", Stmatrix, 4),
 #endif
     BOTH("add.u32", AddU32), BOTH("exch.b32", ExchB32), BOTH("min.u32", MinU32), BOTH("max.u32", MaxU32),
