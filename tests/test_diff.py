@@ -160,8 +160,9 @@ def test_a_grid_that_never_fills_an_sm_gains_nothing_from_more_blocks():
 
 
 def test_a_part_of_the_grid_says_so(own):
-    assert "counted 1 of 2 CTAs; the times below are for all" in run(own("traded"), "--vs", "pad=1", "--ctas", "1").output
-    assert "counted" not in run(own("traded"), "--vs", "pad=1").output
+    arguments = own("traded"), "--vs", "pad=1"
+    assert "counted 1 of 2 CTAs; the times below are for all" in run(*arguments, "--ctas", "1").output
+    assert "counted" not in run(*arguments).output
 
 
 def test_csv_has_every_column_and_the_total(own):
