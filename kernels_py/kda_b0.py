@@ -21,8 +21,17 @@ from functools import partial
 
 import numpy as np
 
-from kernels_py.kda_b1 import THREADS, D, tile_table, tiled
-from kernels_py.kda_reference import BOUND, b2, kernel_inputs, kernel_outputs, make_problem
+from kernels_py.kda_common import (
+    THREADS,
+    D,
+    check_sizes,
+    copy_state,
+    packed_problem,
+    tile_table,
+    tiled,
+    within_bounds,
+)
+from kernels_py.kda_reference import BOUND, b2, kernel_inputs, kernel_outputs
 from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
 from simgpu.tensor import GlobalTensor, bfloat16, float32
@@ -41,10 +50,10 @@ def kda_b0(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     ``l12`` 1: dS is in shared memory and S streams, as B0 folded into B1 would have it; ``width`` is 1 then.
     Raises SimError for a size below 1 and for a choice there is no code for.
     """
-    sizes("kda_b0", tokens, sequences, heads)
+    check_sizes("kda_b0", tokens, sequences, heads, seed)
     if width not in (1, 4, 8) or l12 not in (0, 1) or (l12 and width != 1):
         raise SimError(f"kda_b0: width is {width}, l12 is {l12}; width is 1, 4 or 8, l12 0 or 1, and 1 needs width 1")
-    problem = partial(make_problem, [tokens] * sequences, heads, seed)
+    problem = partial(packed_problem, tokens, sequences, heads, seed)
     tiles = len(tile_table(tokens, sequences)[0])
     args = [GlobalTensor(name, bfloat16, (tiles, heads, D, D),
                          init=lambda name=name: kernel_inputs(problem(), "b2")[name]) for name in ("S_in", "dS")]
@@ -52,32 +61,6 @@ def kda_b0(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     return Launch(from_dS_resident if l12 else from_S_resident, grid=(tiles, heads), block=THREADS, args=(*args, width),
                   registers=REGISTERS,
                   check=lambda arrays: within_bounds("kda_b0", {"p": b2(problem(), BOUND)["p"]}, arrays))
-
-
-def sizes(name: str, tokens: int, sequences: int, heads: int):
-    """Raise SimError for a number of tokens, sequences or heads that no launch has.
-
-    >>> sizes("kda_b0", tokens=16, sequences=0, heads=1)
-    Traceback (most recent call last):
-    simgpu.errors.SimError: kda_b0: sequences is 0, below 1
-    """
-    for what, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
-        if value < 1:
-            raise SimError(f"{name}: {what} is {value}, below 1")
-    if tokens * sequences >= 2**31:
-        raise SimError(f"{name}: {sequences} x {tokens} tokens; tile_start is an int32")
-
-
-def within_bounds(name: str, expected, arrays) -> bool:
-    """Whether every element of the ``expected`` outputs is as near as bf16 and fp32 explain; SimError where not."""
-    for output, bound in expected.items():
-        right = bound.holds(arrays[output])
-        if not right.all():
-            where = tuple(int(i) for i in np.argwhere(~right)[0])
-            raise SimError(f"{name}: {output}{list(where)} is {arrays[output][where]:.6g}, expected "
-                           f"{bound.value[where]:.6g} within {bound.error[where]:.2g}; "
-                           f"{int((~right).sum())} of {right.size} elements are wrong")
-    return True
 
 
 # ---- the CTA ---------------------------------------------------------------------------------------------------------
@@ -110,13 +93,6 @@ def from_dS_resident(cta, S_in, dS, p, width: int):
         mine = np.where(cta.lane == i, cta.warp_sum(total), mine)
     with cta.where(cta.lane < KEYS):
         cta.store(p[tile, head, KEYS * cta.warp + cta.lane], mine, site="p.store")
-
-
-def copy_state(cta, to, source, tile, head):
-    """A state in row-major order of its 16-byte chunks: a warp takes two rows at a time."""
-    for i in range(D * D // 8 // THREADS):
-        row, column = 16 * i + cta.tid // 16, cta.tid % 16 * 8
-        cta.cp_async(to[row, column], source[tile, head, row, column], site=f"{source.name}.cp")
 
 
 def p_by_warp(cta, S, dS, p, tile, head, width: int):

@@ -26,26 +26,30 @@ All variants add the same products in the same order: their outputs are the same
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
-from tensor_layouts.layout_utils import tile_to_shape
 
-from kernels_py.kda_reference import BOUND, NORM_EPS, Problem, b1, kernel_inputs, kernel_outputs, make_problem
+from kernels_py.kda_common import (
+    STATE_VIEWS,
+    THREADS,
+    C,
+    D,
+    check_sizes,
+    copy_state,
+    multiply,
+    packed_problem,
+    tile_table,
+    tiled,
+    within_bounds,
+    zeros,
+)
+from kernels_py.kda_reference import BOUND, NORM_EPS, OUTPUTS, Bounded, Problem, b1, kernel_inputs, kernel_outputs
 from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
-from simgpu.layout_spec import TILE_ORDER, gmma_atom
 from simgpu.tensor import GlobalTensor, bfloat16, float32, int32
 
-C, D, THREADS = 16, 128, 256
 MOST_STRIDE = 1024  # of a stage, in floats: past it three stages exceed any block's shared memory
-
-# (atom, order of the grid of atoms) of dS for the plain and the transposed read, by ``swizzle``.
-DS_VIEWS = {
-    0: (("K-INTER", "col"), ("MN-INTER", "row")),
-    1: (("K-SW128", "col"), ("MN-SW128", "row")),
-}
-
 
 @dataclass(frozen=True)
 class Form:
@@ -106,12 +110,8 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     price of one barrier more.
     """
     form = Form(movm, stage_stride, stage_vec, swizzle, diagonal, union)
-    for name, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
-        if value < 1:
-            raise SimError(f"kda_b1: {name} is {value}, below 1")
-    if tokens * sequences >= 2**31:
-        raise SimError(f"kda_b1: {sequences} x {tokens} tokens; tile_start is an int32")
-    problem = partial(_problem, tokens, sequences, heads, seed)
+    check_sizes("kda_b1", tokens, sequences, heads, seed)
+    problem = partial(packed_problem, tokens, sequences, heads, seed)
     tiles = tile_table(tokens, sequences)
     count, rows = len(tiles[0]), (tokens * sequences, heads, D)
     small, state = (count, heads, C, C), (count, heads, D, D)
@@ -121,38 +121,16 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     args = [GlobalTensor(name, dtype, shape, init=lambda name=name: kernel_inputs(problem(), "b1")[name])
             for name, (dtype, shape) in inputs.items()]
     args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
-             for name in ("dkr", "dvcorr", "dv")]
+             for name in OUTPUTS["b1"]]
     return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
-                  registers=REGISTERS.get(form), check=lambda arrays: within_bounds(problem(), arrays))
+                  registers=REGISTERS.get(form),
+                  check=lambda arrays: within_bounds("kda_b1", expected(problem()), arrays))
 
 
-@lru_cache(maxsize=2)
-def _problem(tokens: int, sequences: int, heads: int, seed: int) -> Problem:
-    return make_problem([tokens] * sequences, heads, seed)
-
-
-def tile_table(tokens: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """First token and rows of every tile of ``sequences`` packed sequences of ``tokens``: int64[tiles] each.
-
-    >>> [column.tolist() for column in tile_table(20, 2)]
-    [[0, 16, 20, 36], [16, 4, 16, 4]]
-    """
-    first = np.arange(0, tokens, C)
-    start = (tokens * np.arange(sequences)[:, None] + first).ravel()
-    return start, np.tile(np.minimum(C, tokens - first), sequences)
-
-
-def within_bounds(problem: Problem, arrays) -> bool:
-    """Whether every element of dkr, dvcorr and dv is as near the reference as bf16 and fp32 explain."""
-    expected = b1(problem, BOUND)
-    for name in ("dkr", "dvcorr", "dv"):
-        right = expected[name].holds(arrays[name])
-        if not right.all():
-            where = tuple(int(i) for i in np.argwhere(~right)[0])
-            raise SimError(f"kda_b1: {name}{list(where)} is {arrays[name][where]:.6g}, expected "
-                           f"{expected[name].value[where]:.6g} within {expected[name].error[where]:.2g}; "
-                           f"{int((~right).sum())} of {right.size} elements are wrong")
-    return True
+def expected(problem: Problem) -> dict[str, Bounded]:
+    """What the kernel must give, a Bounded for each output."""
+    results = b1(problem, BOUND)
+    return {name: results[name] for name in OUTPUTS["b1"]}
 
 
 # ---- the CTA -----------------------------------------------------------------------------------------------------
@@ -201,7 +179,7 @@ class Smem:
     """The shared tensors. ``dS`` is [key, value]; ``dS_t``, [value, key], is the same bytes seen transposed."""
 
     def __init__(self, cta, form: Form):
-        plain, transposed = (tiled(atom, (D, D), order) for atom, order in DS_VIEWS[form.swizzle])
+        plain, transposed = (tiled(atom, (D, D), order) for atom, order in STATE_VIEWS[form.swizzle])
         self.dS = cta.shared("dS", bfloat16, (D, D), plain, align=1024)
         self.dS_t = cta.shared("dS_t", bfloat16, (D, D), transposed, alias_of=self.dS)
         rows, square = tiled("K-SW128", (C, D)), tiled("K-INTER", (C, C))
@@ -211,19 +189,7 @@ class Smem:
         self.stage = cta.shared("stage", float32, (3, C, form.stage_stride), alias_of=self.dS if form.union else ())
 
 
-def tiled(atom: str, shape: tuple[int, int], order: str = "col"):
-    """The bf16 GMMA ``atom`` tiled over ``shape``, its grid of atoms column- ("col") or row-first ("row")."""
-    return tile_to_shape(gmma_atom(atom, 2), shape, TILE_ORDER[order])
-
-
 # ---- into shared memory ------------------------------------------------------------------------------------------
-
-
-def copy_state(cta, to, source, tile, head):
-    """dS in row-major order of its 16-byte chunks: a warp takes two rows at a time."""
-    for i in range(D * D // 8 // THREADS):
-        key, value = 16 * i + cta.tid // 16, cta.tid % 16 * 8
-        cta.cp_async(to[key, value], source[tile, head, key, value], site="dS.cp")
 
 
 def copy_diagonals(cta, to, source, tile, head):
@@ -327,15 +293,6 @@ def transposed_square(cta, square):
     lane = cta.lane
     return cta.ldmatrix(square[lane // 16 * 8 + lane % 8, lane // 8 % 2 * 8], trans=True,
                         site=f"{square.name}.ldsm.trans")
-
-
-def multiply(cta, a, b, sums: list) -> list:
-    """``sums`` plus a b; ``b`` [c, w, 32, 4, 2] holds two n8 tiles of two registers each."""
-    return [cta.mma(a, b[..., 2 * j:2 * j + 2, :], sums[j]) for j in range(2)]
-
-
-def zeros(cta) -> list:
-    return [np.zeros((*cta.shape, 4), np.float32)] * 2
 
 
 def stage_sums(cta, stage, which: int, sums: list, vec: int):

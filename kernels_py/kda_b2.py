@@ -39,13 +39,27 @@ bits. p sums in an order that follows ``b0``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
-from kernels_py.kda_b0 import copy_state, p_by_warp, sizes, within_bounds
-from kernels_py.kda_b1 import DS_VIEWS, MOST_STRIDE, THREADS, C, D, multiply, tile_table, tiled, zeros
-from kernels_py.kda_reference import BOUND, NORM_EPS, OUTPUTS, Problem, b2, kernel_inputs, kernel_outputs, make_problem
+from kernels_py.kda_b0 import p_by_warp
+from kernels_py.kda_b1 import MOST_STRIDE
+from kernels_py.kda_common import (
+    STATE_VIEWS,
+    THREADS,
+    C,
+    D,
+    check_sizes,
+    copy_state,
+    multiply,
+    packed_problem,
+    tile_table,
+    tiled,
+    within_bounds,
+    zeros,
+)
+from kernels_py.kda_reference import BOUND, NORM_EPS, OUTPUTS, Bounded, Problem, b2, kernel_inputs, kernel_outputs
 from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
 from simgpu.tensor import GlobalTensor, bfloat16, float32, int32
@@ -101,7 +115,7 @@ VARIANTS = {
 REGISTERS = {
     Form(**VARIANTS[variant]): registers
     for registers, variants in {60: ["sinfix", "noalias", "scalar", "kdsunion", "nob0", "l13"], 68: ["l13_16bytes"],
-                                64: ["sinbug", "frag", "pad136", "sw128", "sunion"]}.items()
+                                63: ["sinbug"], 64: ["frag", "pad136", "sw128", "sunion"]}.items()
     for variant in variants
 }
 
@@ -118,8 +132,8 @@ def kda_b2(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
     ``stage_stride``: floats from row to row of the fp32 tiles. ``swizzle`` 1: S under the SW128 atoms, not INTER.
     """
     form = Form(sinfix, union, narrow, b0, stage_stride, swizzle)
-    sizes("kda_b2", tokens, sequences, heads)
-    problem = partial(_problem, tokens, sequences, heads, seed)
+    check_sizes("kda_b2", tokens, sequences, heads, seed)
+    problem = partial(packed_problem, tokens, sequences, heads, seed)
     tiles = tile_table(tokens, sequences)
     count, rows = len(tiles[0]), (tokens * sequences, heads, D)
     state = (count, heads, D, D)
@@ -136,15 +150,10 @@ def kda_b2(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
                   check=lambda arrays: within_bounds("kda_b2", expected(problem(), b0), arrays))
 
 
-@lru_cache(maxsize=2)
-def _problem(tokens: int, sequences: int, heads: int, seed: int) -> Problem:
-    return make_problem([tokens] * sequences, heads, seed)
-
-
-def expected(problem: Problem, b0: int) -> dict:
+def expected(problem: Problem, b0: int) -> dict[str, Bounded]:
     """What the kernel must give, a Bounded for each output; no p where it leaves B0 to another kernel.
 
-    >>> list(expected(make_problem([5], heads=1, seed=0), b0=0))
+    >>> list(expected(packed_problem(5, 1, heads=1, seed=0), b0=0))
     ['dqd_base', 'dkd_base', 'dbeta_part']
     """
     results = b2(problem, BOUND)
@@ -202,7 +211,7 @@ class Smem:
     """The shared tensors. ``S`` is [value, key]; ``S_t``, [key, value], is the same bytes seen transposed."""
 
     def __init__(self, cta, form: Form):
-        plain, transposed = (tiled(atom, (D, D), order) for atom, order in DS_VIEWS[form.swizzle])
+        plain, transposed = (tiled(atom, (D, D), order) for atom, order in STATE_VIEWS[form.swizzle])
         self.S = cta.shared("S", bfloat16, (D, D), plain, align=1024)
         self.S_t = cta.shared("S_t", bfloat16, (D, D), transposed, alias_of=self.S)
         narrow = tiled("K-SW128", (C, D))

@@ -29,13 +29,13 @@ another order (dq, dk change), and from there on they are the same bits again. d
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
-from kernels_py.kda_b3_chunk import THREADS, C, D, Plan, chunk_space
-from kernels_py.kda_reference import BOUND, Problem, b3, kernel_inputs, kernel_outputs, make_problem
-from simgpu.errors import SimError
+from kernels_py.kda_b3_chunk import Plan, chunk_space
+from kernels_py.kda_common import THREADS, D, check_sizes, packed_problem, tile_table, within_bounds
+from kernels_py.kda_reference import BOUND, OUTPUTS, Problem, b3, kernel_inputs
 from simgpu.launch import Launch, kernel
 from simgpu.tensor import GlobalTensor, bfloat16, float32, int32
 
@@ -70,13 +70,9 @@ def kda_b3(*, tokens: int = 64, sequences: int = 1, heads: int = 2, seed: int = 
     Raises SimError for a size below 1 and for a choice there is no code for.
     """
     plan = Plan(union, opt2, opt7, epilogue, k1, fold, warp_atomics, native, tile, scratch_stride)
-    for name, value in {"tokens": tokens, "sequences": sequences, "heads": heads}.items():
-        if value < 1:
-            raise SimError(f"kda_b3: {name} is {value}, below 1")
-    problem = partial(_problem, (tokens,) * sequences, heads, seed)
-    first = np.arange(0, tokens, C)
-    start = (tokens * np.arange(sequences)[:, None] + first).reshape(-1)
-    rows = np.tile(np.minimum(C, tokens - first), sequences)
+    check_sizes("kda_b3", tokens, sequences, heads, seed)
+    problem = partial(packed_problem, tokens, sequences, heads, seed)
+    start, rows = tile_table(tokens, sequences)
     T, H, tiles = tokens * sequences, heads, len(start)
     shapes = {"tile_start": (tiles,), "tile_rows": (tiles,), "beta": (T, H), "dbeta_part": (T, H), "p": (tiles, H, D)}
     kinds = {"tile_start": int32, "tile_rows": int32} | dict.fromkeys(("q", "k", "beta", "do", "U"), bfloat16)
@@ -88,26 +84,16 @@ def kda_b3(*, tokens: int = 64, sequences: int = 1, heads: int = 2, seed: int = 
     outputs += [GlobalTensor("dbeta", float32, (T, H)),
                 GlobalTensor("dA_log", float32, (H,), init=lambda: np.zeros(H, np.float32))]
     return Launch(chunk_space, grid=(tiles, heads), block=THREADS, args=(plan, start, rows, *inputs, *outputs),
-                  registers=REGISTERS[union], check=partial(is_gradient, problem, native))
-
-
-@lru_cache(maxsize=2)
-def _problem(lengths: tuple[int, ...], heads: int, seed: int) -> Problem:
-    return make_problem(lengths, heads, seed)
+                  registers=REGISTERS[union], check=lambda arrays: is_gradient(problem(), native, arrays))
 
 
 def _input(problem, name: str) -> np.ndarray:
     return kernel_inputs(problem(), "b3")[name]
 
 
-def is_gradient(problem, native: int, arrays) -> bool:
+def is_gradient(problem: Problem, native: int, arrays) -> bool:
     """Whether every output is within the reference's rounding bound."""
-    expected = b3(problem(), BOUND)
-    for name in kernel_outputs(problem(), "b3"):
-        found = arrays[name] if native or name not in ("dq", "dk", "dg") else arrays[name].swapaxes(0, 1)
-        held = expected[name].holds(found)
-        if not held.all():
-            where = tuple(int(i) for i in np.argwhere(~held)[0])
-            raise SimError(f"kda_b3: {name}{list(where)} is {found[where]}, not {expected[name].value[where]:.7g} "
-                           f"within {expected[name].error[where]:.2g}")
-    return True
+    turned = () if native else ("dq", "dk", "dg")
+    found = {name: arrays[name].swapaxes(0, 1) if name in turned else arrays[name] for name in OUTPUTS["b3"]}
+    results = b3(problem, BOUND)
+    return within_bounds("kda_b3", {name: results[name] for name in OUTPUTS["b3"]}, found)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
-from tensor_layouts.layout_utils import tile_to_shape
 
+from kernels_py.kda_common import THREADS, C, D, tiled
 from kernels_py.kda_reference import LN2, NORM_EPS
 from simgpu.errors import SimError
-from simgpu.layout import gmma_atom, tabulate
+from simgpu.layout import tabulate
 from simgpu.tensor import Tensor, bfloat16, float32
 
-C, D, THREADS = 16, 128, 256
 DO, U, Q, DVCORR, KD, KI, QD_COPY, KR_COPY = range(8)  # bf16 tiles
 GC, DQD, DKI, DKD, DKR = range(5)  # fp32 tiles
 DM, DL, F, DF = range(4)  # [16, 16] matrices; DF is dL beta
@@ -50,7 +49,7 @@ class Plan:
 def tile_layout(plan: Plan):
     """Element offsets of the bf16 tiles, [tiles, 16, 128]: 4 KB apart, each under the plan's layout."""
     name = TILE_LAYOUTS[plan.tile]
-    table = tabulate(tile_to_shape(gmma_atom(name, 2), (C, D)) if name else None, (C, D))
+    table = tabulate(tiled(name, (C, D)) if name else None, (C, D))
     return lambda tile, row, column: C * D * tile + table[row, column]
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import validation
 from kernels_py import find, kda_b1
-from kernels_py.kda_b1 import DS_VIEWS, THREADS, VARIANTS, C, D, tile_table, tiled
+from kernels_py.kda_b1 import VARIANTS
+from kernels_py.kda_common import STATE_VIEWS, THREADS, C, D, tile_table, tiled
 from kernels_py.kda_reference import BOUND, b1, make_problem
 from models.gpu import load_gpu
 from models.occupancy import occupancy
@@ -75,8 +76,8 @@ def test_any_lengths_and_heads(tokens, sequences, heads, seed, variant):
 def test_atoms_tiled_in_the_wrong_order_give_a_wrong_result_and_the_same_counts(monkeypatch, variant):
     swizzle = VARIANTS[variant].get("swizzle", 0)
     right = simulate(kernel.launch(variant, **RAGGED), mode="addresses").table
-    plain, (atom, _) = DS_VIEWS[swizzle]
-    monkeypatch.setitem(DS_VIEWS, swizzle, (plain, (atom, "col")))
+    plain, (atom, _) = STATE_VIEWS[swizzle]
+    monkeypatch.setitem(STATE_VIEWS, swizzle, (plain, (atom, "col")))
     with pytest.raises(SimError, match=r"kda_b1: dvcorr\[0, 0, 0\] is .*, expected .* elements are wrong"):
         simulate(kernel.launch(variant, **RAGGED), mode="values")
     assert simulate(kernel.launch(variant, **RAGGED), mode="addresses").table == right
@@ -84,7 +85,7 @@ def test_atoms_tiled_in_the_wrong_order_give_a_wrong_result_and_the_same_counts(
 
 def test_the_plain_view_of_dS_cannot_be_read_transposed(monkeypatch):
     """Its rows run along values; the transposed read wants them along keys, and ldmatrix rows start on 16 bytes."""
-    monkeypatch.setitem(DS_VIEWS, 0, (DS_VIEWS[0][0],) * 2)
+    monkeypatch.setitem(STATE_VIEWS, 0, (STATE_VIEWS[0][0],) * 2)
     with pytest.raises(SimError, match=r"'dS.ldsm.trans'.*lane 1: byte address 2 .* not a multiple of 16"):
         simulate(kernel.launch("movm", **RAGGED), mode="values")
 
@@ -136,9 +137,9 @@ def test_phantom_rows_are_neither_read_nor_written_and_every_other_row_is():
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("swizzle", DS_VIEWS)
+@pytest.mark.parametrize("swizzle", STATE_VIEWS)
 def test_the_two_views_of_dS_are_transposes_over_the_same_bytes_without_padding(swizzle):
-    plain, transposed = (tabulate(tiled(atom, (D, D), order)) for atom, order in DS_VIEWS[swizzle])
+    plain, transposed = (tabulate(tiled(atom, (D, D), order)) for atom, order in STATE_VIEWS[swizzle])
     assert np.array_equal(plain, transposed.T)
     assert is_injective(plain) and cosize(plain) == D * D
 

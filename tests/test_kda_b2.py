@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import validation
 from kernels_py import find, kda_b1, kda_b2
 from kernels_py.kda_b0 import kda_b0
-from kernels_py.kda_b1 import DS_VIEWS, THREADS, tile_table
 from kernels_py.kda_b2 import VARIANTS, expected
+from kernels_py.kda_common import STATE_VIEWS, THREADS, tile_table
 from kernels_py.kda_reference import BOUND, OUTPUTS, b2, b3, make_problem
 from models.gpu import load_gpu
 from models.occupancy import occupancy
@@ -98,9 +98,9 @@ def test_b0_by_itself(variant, problem):
 @pytest.mark.parametrize(("view", "order"), [(0, "row"), (1, "col")])
 def test_atoms_tiled_in_the_other_order_are_wrong_and_count_the_same(monkeypatch, view, order):
     right = simulate(kernel.launch("kdsunion", **RAGGED), mode="addresses").table
-    views = list(DS_VIEWS[0])
+    views = list(STATE_VIEWS[0])
     views[view] = views[view][0], order
-    monkeypatch.setitem(DS_VIEWS, 0, tuple(views))
+    monkeypatch.setitem(STATE_VIEWS, 0, tuple(views))
     with pytest.raises(SimError, match=r"kda_b2: dqd_base\[0, 0, 0\] is .*, expected .* elements are wrong"):
         simulate(kernel.launch("kdsunion", **RAGGED), mode="values")
     found = simulate(kernel.launch("kdsunion", **RAGGED), mode="addresses").table
@@ -138,7 +138,7 @@ def test_sinbug_reaches_dq_dk_and_the_gates_but_neither_dbeta_nor_dv(sinbug, pro
 def test_sinbug_is_right_where_no_state_comes_in(monkeypatch):
     problem = make_problem([16], heads=1, seed=0)
     problem.tensors["S_in"][...] = 0
-    monkeypatch.setattr(kda_b2, "_problem", lambda *_: problem)
+    monkeypatch.setattr(kda_b2, "packed_problem", lambda *_: problem)
     arrays = simulate(kernel.launch("sinbug", **WHOLE), mode="values").arrays
     assert not arrays["dqd_base"].any() and not arrays["dkd_base"].any() and arrays["dbeta_part"].any()
 

@@ -82,7 +82,7 @@ def test_a_wrong_layout_of_the_matrix_reads_gives_a_wrong_result(monkeypatch, va
         return cta.ldmatrix(view[tile, row, column], 4, site=site)
 
     monkeypatch.setattr(kda_b3_chunk, "matrix", misread)
-    with pytest.raises(SimError, match=r"d\w+\[.*\] is .*, not "):
+    with pytest.raises(SimError, match=r"kda_b3: d\w+\[.*\] is .*, expected .* elements are wrong"):
         simulate(kda_b3.launch(variant, tokens=16), mode="values")
 
 
