@@ -4,6 +4,7 @@ import csv
 import doctest
 import io
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -100,6 +101,10 @@ def test_source_lines_are_compared_by_site(compare):
     assert result.exit_code == 0 and len(found) == 14
     assert found["tile.load", "excessive"]["measured"] == found["tile.load", "excessive"]["predicted"] == 1_015_808
     assert {row["verdict"] for row in found.values()} == {"equal"}
+
+
+def test_the_page_beside_this_file_is_this_one():
+    assert (Path(__file__).parent / "transpose.csv").read_text(encoding="utf-8") == cuda_page()
 
 
 def test_an_instruction_inlined_from_another_line_counts_once_and_at_its_site(compare):

@@ -25,7 +25,12 @@ def kernels(fmt):
     for name, kernel in registered().items():
         parameters = kernel.parameters()
         rows.append(
-            {"kernel": name, "summary": kernel.summary, "variants": list(kernel.variants), "parameters": parameters}
+            {
+                "kernel": name,
+                "summary": kernel.summary.replace("`", ""),
+                "variants": list(kernel.variants),
+                "parameters": parameters,
+            }
         )
     shown = [
         row

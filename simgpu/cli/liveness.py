@@ -161,7 +161,7 @@ def _notes(found: Liveness, confirmed: Confirmation, gpu: GPU, registers: int | 
     notes.append(f"{gpu.name}, {found.launch.threads} threads{known}")
     ctas = counted(len(found.ctas), "CTA")
     if confirmed.holds:
-        notes.append(f"confirmed: {ctas} emulated under the plan give the same bits in every output, without a race")
+        notes.append(f"confirmed: {ctas} emulated under the plan, with the same bits in every output, without a race")
     else:
         races = counted(len(confirmed.findings), "race")
         notes.append(f"NOT confirmed: {ctas} emulated under the plan: "
