@@ -17,7 +17,8 @@ product is its own, so the copies hurt nobody, and no access has a predicate but
 Operands. A by ldmatrix.x4: do, dvcorr and kd as they lie. B by ldmatrix.x4, two n8 tiles at once. S is stored once,
 [value, key]: kd S reads it plain, through the K-INTER view; S^T is read by ``.trans`` through the MN-INTER view of the
 same bytes, [key, value]. ``sinfix`` 0 is the bug that the documents tell of: all three products through the one K-INTER
-view, which makes do S of do S^T. As many instructions, no conflict more: only the values tell, where S is not 0.
+view, which makes do S of do S^T. As many instructions, no conflict more: only the values tell, where S is not 0. So its
+check refuses every run with values, and only ``--mode addresses`` gives the table of a small grid.
 
 p. ``b0`` 1: a warp a key, dS in four 2-byte loads 32 apart, S 2 bytes at a time; 4 (``l13``) and 8: that many
 neighbours a load. 2: no shared memory at all. The fragment of S^T gives lane (g, t) S[2t, g] and S[2t + 1, g] of every
