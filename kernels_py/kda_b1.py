@@ -18,8 +18,8 @@ atom tiled column-first, [key, value], the transposed read the MN-INTER atom til
 registers as an accumulator; as B of the next product it is narrowed to bf16 and transposed 8x8 by 8x8.
 
 Shared memory in bytes: dS 32,768; U, do, kr 4,096 each (K-SW128: whole rows go in without conflicts); M, INV 512 each
-(K-INTER); dU 4,096 unless ``movm``; three stages of 16 x stage_stride floats, over dS if ``union``. The documents' "about
-74 KB" is ``roundtrip``: 73.0 KB, and 73.75 with the stride of 132 that they padded to.
+(K-INTER); dU 4,096 unless ``movm``; three stages of 16 x stage_stride floats, over dS if ``union``. The documents'
+"about 74 KB" is ``roundtrip``: 73.0 KB, and 73.75 with the stride of 132 that they padded to.
 
 All variants add the same products in the same order: their outputs are the same bits.
 """
