@@ -2,8 +2,8 @@
 
 The tile is written by rows and read by columns. With a pitch of 32 words all 32 lanes of a column read meet in one
 bank; ``pad1`` widens the pitch, ``xor`` permutes the columns of each row, and ``vec4`` moves 16 bytes at a time through
-global memory and permutes 16-byte chunks. Any matrix size works; edges are predicated. The CUDA twin is
-``validation/cuda/transpose.cu``.
+global memory and permutes 16-byte chunks. Any matrix size works, edges are predicated; under ``vec4`` any multiples
+of 4, because each row must begin on 16 bytes. The CUDA twin is ``validation/cuda/transpose.cu``.
 """
 
 from __future__ import annotations

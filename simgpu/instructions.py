@@ -102,8 +102,8 @@ def instruction(name: str) -> Instruction:
 
 
 def nearest(name: str, known) -> str:
-    """``"; did you mean 'x'?"`` for the closest of ``known``, else the whole list when it is short."""
+    """``"; did you mean 'x'?"`` for the closest of ``known``, else the whole list when there is a short one."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f" (known: {', '.join(sorted(known))})" if len(known) <= 24 else ""
+    return f" (known: {', '.join(sorted(known))})" if 0 < len(known) <= 24 else ""

@@ -83,7 +83,7 @@ def blaming(what: str) -> Iterator[None]:
         if own or not place or place in str(error):
             raise
         raise type(error)(f"{place}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script imported for its kernel may end by sys.exit
         place, _ = statement(error.__traceback__)
         origin = error
         while origin is not None and not isinstance(origin, DataDependent):

@@ -54,6 +54,8 @@ def raising():
 
 def bad_host(): return [][7]
 
+def leaving(): raise SystemExit(0)
+
 def interrupted():
     def body(cta):
         words = cta.shared("words", float32, (32,))
@@ -68,6 +70,7 @@ def interrupted():
 def folder(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -205,6 +208,9 @@ def umask() -> int:
         (["missing.py:f"], "no kernel file 'missing.py'"),
         (["own.py:stridde"], "own.py has no function 'stridde'; did you mean 'strided'?"),
         (["broken.py:f"], "SyntaxError"),
+        (["leaving.py:f"], "leaving.py (leaving.py:2): SystemExit: 0"),
+        (["own.py:leaving"], "kernel 'leaving' (own.py:41): SystemExit: 0"),
+        (["own.py:bad_host@wide"], "kernel 'bad_host' has no variant 'wide'\n"),
         (["own.py:bad_host"], "IndexError: list index out of range"),
         (["own.py:raising", "--save-trace", "t.trace"], "IndexError: list index out of range"),
         (["own.py:large", "--set", "bytes=240000"], "exceed the 232448 a block may have"),

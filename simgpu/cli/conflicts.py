@@ -16,6 +16,7 @@ from simgpu.cli.options import format_option, gpu_option, progress, unmodelled_o
 from simgpu.cli.sites import emit_sites
 from simgpu.errors import SimError
 from simgpu.launch import Launch
+from simgpu.report import counted
 from simgpu.run import MODES, Result, simulate
 from simgpu.trace import TraceWriter
 
@@ -137,16 +138,14 @@ def coverage(result: Result) -> str:
         if result.values
         else "addresses only" + (", CTA 0 checked with values first" if result.checked else "")
     )
-    return f"emulated {result.ctas:,} of {result.launch.ctas:,} CTAs, {how}"
+    return f"emulated {result.ctas:,} of {counted(result.launch.ctas, 'CTA')}, {how}"
 
 
 def provenance(gpu: GPU) -> str:
-    return {
-        "h200": "rules: measured on an H200",
-        "h100": "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)",
-        "h20": "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)",
-        "h20-3e": "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)",
-    }.get(
-        gpu.name,
-        "rules: measured on an H200; for compute capability 8.0 documented and checked against published measurements",
-    )
+    """How the rules that counted are known for this GPU."""
+    if gpu.name == "h200":
+        return "rules: measured on an H200"
+    if gpu.compute_capability == "9.0":
+        return "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)"
+    known = "documented and checked against published measurements"
+    return f"rules: measured on an H200; for compute capability {gpu.compute_capability} {known}"

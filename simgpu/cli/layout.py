@@ -26,12 +26,15 @@ from simgpu.report import Column
 def layout(spec, itemsize, fmt):
     """Print the element offset and the bank of every coordinate of a layout.
 
-    SPEC is shape:stride, row(R,C[,pad=P]), col(...), a GMMA atom tiled to a shape, or a swizzle of one of these.
+    SPEC is shape:stride, row(R,C[,pad=P]), col(...), a GMMA atom, or a swizzle of one of these. An atom is K- or MN-,
+    then INTER, SW32, SW64 or SW128; ATOM(R,C) is its tile_to_shape, with the atoms column-first, or row-first as
+    ATOM(R,C):row.
 
     \b
     Examples:
     simgpu layout "(32,32):(33,1)" --itemsize 4
     simgpu layout "K-SW128(8,64)"
+    simgpu layout "MN-INTER(16,16):row"
     simgpu layout "Swizzle<3,3,3> o (8,64):(64,1)"
     """
     size = int(itemsize)

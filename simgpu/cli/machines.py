@@ -43,7 +43,7 @@ def occupancy(gpu, threads, regs, smem, static_smem, carveout, fmt):
         carveout_kb=carveout,
     )
     columns = [
-        Column("gpu", "GPU", text=True, ),
+        Column("gpu", "GPU", text=True),
         Column("blocks_per_sm", "blocks/\nSM"),
         Column("limiter", "limiter", text=True, wrap=10),
         *(Column(f"limit_{name}", f"limit by\n{name}") for name in fit.limits),
