@@ -159,6 +159,11 @@ def test_a_grid_that_never_fills_an_sm_gains_nothing_from_more_blocks():
     assert "CTAs on an SM at most" not in large
 
 
+def test_rules_are_drawn_in_ascii_where_the_encoding_asks(own):
+    printed = CliRunner(charset="ascii").invoke(main, ["diff", own("traded"), "--vs", "pad=1"]).stdout
+    assert printed.isascii() and "\n-----" in printed and "\\u" not in printed
+
+
 def test_a_part_of_the_grid_says_so(own):
     arguments = own("traded"), "--vs", "pad=1"
     assert "counted 1 of 2 CTAs; the times below are for all" in run(*arguments, "--ctas", "1").output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from rich.console import Console
 
 from kernels_py import find
 from models.gpu import load_gpu
@@ -10,7 +11,7 @@ from simgpu.cli.conflicts import configure, pairs
 from simgpu.cli.options import format_option, gpu_option, progress, write
 from simgpu.diff import COUNTED, SITE_COLUMNS, Change, Diff, Gate, arrow, compare, side, verdict
 from simgpu.errors import SimError
-from simgpu.report import Column, render
+from simgpu.report import WIDE, Column, render
 
 PARTS = ("before", "after", "delta")
 SITES = (
@@ -108,10 +109,11 @@ def text(fmt: str, found: Diff, all_sites: bool, failed: list[str]) -> str:
     hidden = len(found.sites) - len(shown)
     unchanged = f"{hidden} site{'s do' if hidden > 1 else ' does'} not change (--all-sites)"
     title = f"{found.before.name} -> {found.after.name} on {found.before.estimate.gpu}"
+    console = Console(width=WIDE)  # a comparison leaves no column out: a narrow terminal wraps its lines
     sites = render(fmt, SITES, [_cells(change) for change in shown], title=title, footer=_cells(found.total),
-                   notes=[*([unchanged] if hidden else []), *_partial(found)])
-    units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found),
-                                                     *(f"not in it: {line}" for line in _unknown(found))])
+                   notes=[*([unchanged] if hidden else []), *_partial(found)], console=console)
+    missing = [f"not in it: {line}" for line in _unknown(found)]
+    units = render(fmt, UNITS, _units(found), notes=[_launch(found), *verdict(found), *missing], console=console)
     return f"{sites}\n{units}"
 
 
