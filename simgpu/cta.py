@@ -298,8 +298,9 @@ class CTA(MemoryAccess):
         target = self._offset(place, dst, bytes, self.active)
         source = self._offset(place, src, bytes, self.active & (copied > 0), copied)
         filled = copied < bytes
-        # cp.async.cg with zero-fill has no rule; without a source it is told so even where a lane reads some bytes.
-        sourceless = filled if cache == "cg" else copied == 0
+        # cp.async.cg with a source size costs more even where every lane reads all of it (rules.copy_past_l1), and has
+        # no rule here: without a source it is told so.
+        sourceless = src_bytes is not None if cache == "cg" else copied == 0
         read = np.where(sourceless, NO_SOURCE, self._absolute(src.tensor, source))
         self._emit(place, self._absolute(dst.tensor, target), read, dst.tensor.name)
         if self._global:

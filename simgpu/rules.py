@@ -277,7 +277,11 @@ def copy_past_l1(_: Instruction, width: int, shared: dict[int, int], global_: di
     The ideals count the lanes that copy. Measured: sectors exact on all 323 cases (560 more in an earlier campaign);
     wavefronts on the 304 where no half feeds a whole block, 234 of them with repeated sources or targets, on which
     that part of the rule was found. On 630 fresh ones the source page confirms both (wavefronts on the 617 without
-    such a half), and the ideals are its columns. Zero-fill is measured, but not understood.
+    such a half), and the ideals are its columns.
+
+    With a source size (zero-fill) the instruction takes these wavefronts and those of cp.async.ca, both of all lanes:
+    one that reads nothing counts by its address like any other (exact on the 126 rows of access_zero_fill that have
+    a rule, whose sectors are those of the lanes that read). Accesses keep no address for such a lane: unmodelled.
     """
     if len(global_) < len(shared):
         return Cost(unmodelled=True)

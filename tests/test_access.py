@@ -121,6 +121,20 @@ def test_a_lane_that_fills_everything_with_zeros_takes_part_on_the_shared_side_o
     assert checked == 384
 
 
+def test_zero_fill_past_l1_costs_the_passes_past_l1_and_those_through_it():
+    checked = 0
+    for row in rows("access_zero_fill"):
+        known, width, mask, shared, global_ = arguments(row)
+        reads = sum(1 << lane for lane in range(32) if mask >> lane & 1 and row["source_bytes"][lane])
+        sectors = cost(known, width, reads, shared, global_).sectors if reads else 0
+        assert sectors == row["counters"].get(COPIES["sectors"], 0), row
+        past, through = (cost(instruction(name), width, mask, shared, global_) for name in (row["op"], "cp.async.ca"))
+        if not past.unmodelled:
+            assert past.wavefronts + through.wavefronts == row["counters"][COPIES["wavefronts"]], row
+            checked += 1
+    assert checked == 126
+
+
 def test_the_source_page_merges_only_loads_free_of_conflicts():
     differ = 0
     for name in ("access_source", "access_fresh"):

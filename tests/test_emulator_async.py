@@ -123,7 +123,7 @@ def test_a_copy_goes_from_global_to_shared_in_one_dtype():
 
 
 @pytest.mark.parametrize(
-    "cache, filled, unmodelled, sectors", [("cg", 8, 1, None), ("ca", 8, 0, 160), ("ca", 16, 0, 160)]
+    "cache, filled, unmodelled, sectors", [("cg", 8, 10, None), ("ca", 8, 0, 160), ("ca", 16, 0, 160)]
 )
 def test_zero_filling_lanes_are_counted_where_a_rule_covers_them(cache, filled, unmodelled, sectors):
     """By the warp, so that counters do not depend on which CTAs a batch holds."""
