@@ -93,7 +93,7 @@ def validate(ctx, kernels, gpu, pattern, all_sites, hardware, threads, measured,
             if bar:
                 bar(done, len(checks))
     if not outcomes:
-        raise SimError(f"no case matches {pattern!r}")
+        raise SimError("; ".join(notes) if pattern is None else f"no case matches {pattern!r}")
     explained = read_exceptions(exceptions or SHIPPED / "exceptions.toml")
     outcomes = explain(outcomes, explained, complete=pattern is None)
     report(outcomes, notes, all_sites, fmt)
