@@ -143,6 +143,10 @@ class CounterSink:
     """Counts events as they come; nothing is kept per access, so memory stays flat for any grid."""
 
     def __init__(self):
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything counted so far."""
         self.order: dict[Site, int] = {}
         self.counts: dict[Site, Counter] = {}
         self.kinds: Counter[str] = Counter()

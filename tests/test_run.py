@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels_py import find
+from simgpu.counters import CounterSink
 from simgpu.errors import DataDependent, SimError
 from simgpu.launch import Launch
 from simgpu.run import VERIFY_WARPS, simulate
@@ -137,12 +138,12 @@ class Order:
 
 
 def test_auto_turns_to_values_when_addresses_depend_on_data():
-    launch, sink = chasing(), Order()
-    found = simulate(launch, sinks=[sink])
+    launch, sink, counter = chasing(), Order(), CounterSink()
+    found = simulate(launch, sinks=[sink, counter])
     source = launch.args[0].init
     assert found.values and found.checked == 0
     assert (found.arrays["dst"] == source[source]).all()
-    assert found.table == simulate(launch, mode="values").table
+    assert found.table == simulate(launch, mode="values").table == counter.table()
     assert sink.restarts == 1
     assert [name for name, _, _ in sink.heard] == ["index", "data", "result"]
     with pytest.raises(DataDependent, match=r"test_run.py:\d+: tensor 'src' is indexed with a loaded value"):
