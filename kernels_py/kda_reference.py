@@ -43,16 +43,15 @@ dA_log               fp32   [H]               from b3, which adds to it atomical
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 from ml_dtypes import bfloat16
 
+from kernels_py.bounded import LN2, Bounded
 from simgpu.errors import SimError
 
-LN2 = log(2)
 NORM_EPS = 1e-6
 INPUTS = MappingProxyType({  # what a kernel reads, besides tile_start and tile_rows
     "b1": ("k", "gc", "beta", "do", "U", "M", "INV", "dS"),
@@ -64,79 +63,8 @@ OUTPUTS = MappingProxyType({  # what it writes; b1() .. b3() give more: what the
     "b2": ("dqd_base", "dkd_base", "dbeta_part", "p"),
     "b3": ("dq", "dk", "dg", "dbeta", "dA_log"),
 })
+TILES_AT_ONCE = 64  # in float64, the states of a tile and head and their products take half a megabyte
 PER_TILE = ("S_in", "dS", "M", "INV", "p", "dM", "dL", "F")
-
-
-class Bounded:
-    """A float64 ``value`` and a bound ``error`` on how far a kernel's number may lie from it, elementwise.
-
-    Running error analysis. Narrowing to bf16 adds 2^-8 of the magnitude (8 significant bits, to nearest). Every fp32
-    operation, and every term of a sum in any order, adds 2^-22: four times fp32's 2^-24, which covers ex2.approx and
-    rsqrt.approx (2 ulp) and an mma's accumulator, which truncates.
-
-    >>> x = Bounded(np.array([1.0, 2.0]), 2.0**-8)
-    >>> (x * 3).holds(np.array([3.01, 6.02])).tolist()
-    [True, False]
-    """
-
-    FP32 = 2.0**-22
-    BF16 = 2.0**-8
-    __array_ufunc__ = None  # so that array * Bounded comes here
-
-    def __init__(self, value, error=0.0):
-        if isinstance(value, Bounded):
-            value, error = value.value, value.error
-        self.value = np.asarray(value, np.float64)
-        self.error = np.broadcast_to(error, self.value.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    def holds(self, actual) -> np.ndarray:
-        """Whether each element of ``actual`` is within the bound; False for NaN."""
-        return np.abs(np.asarray(actual, np.float64) - self.value) <= self.error
-
-    def _rounded(self, unit: float) -> Bounded:
-        return Bounded(self.value, self.error + unit * (np.abs(self.value) + self.error))
-
-    def __add__(self, other):
-        other = Bounded(other)
-        return Bounded(self.value + other.value, self.error + other.error)._rounded(self.FP32)
-
-    def __neg__(self):
-        return Bounded(-self.value, self.error)
-
-    def __sub__(self, other):
-        return self + -Bounded(other)
-
-    def __mul__(self, other):
-        other = Bounded(other)
-        error = self.error * (np.abs(other.value) + other.error) + np.abs(self.value) * other.error
-        return Bounded(self.value * other.value, error)._rounded(self.FP32)
-
-    __rmul__ = __mul__
-
-    def __matmul__(self, other):
-        a, b = np.abs(self.value) + self.error, np.abs(other.value) + other.error
-        error = self.error @ b + np.abs(self.value) @ other.error + self.FP32 * a.shape[-1] * (a @ b)
-        return Bounded(self.value @ other.value, error)
-
-    def __getitem__(self, index):
-        return Bounded(self.value[index], self.error[index])
-
-    def swapaxes(self, *axes):
-        return Bounded(self.value.swapaxes(*axes), self.error.swapaxes(*axes))
-
-    def sum(self, axis, keepdims=False):
-        error = self._rounded(self.FP32 * self.shape[axis]).error
-        return Bounded(self.value.sum(axis, keepdims=keepdims), error.sum(axis, keepdims=keepdims))
-
-    def exp2(self):
-        return Bounded(np.exp2(self.value), np.exp2(self.value) * np.expm1(LN2 * self.error))._rounded(self.FP32)
-
-    def rsqrt(self):
-        return Bounded(self.value**-0.5, (self.value - self.error) ** -0.5 - self.value**-0.5)._rounded(self.FP32)
 
 
 @dataclass(frozen=True)
@@ -317,9 +245,23 @@ def make_problem(sequence_lengths: Sequence[int], heads: int, seed: int, C: int 
     problem = Problem(tuple(sequence_lengths), C, tensors)
     _recur(problem, random, first=np.isin(start, ends - sequence_lengths), last=np.isin(start + rows, ends))
     for kernel, formulas in (("b1", b1), ("b2", b2)):
-        results = formulas(problem)
-        tensors.update((name, results[name].astype(np.float32)) for name in OUTPUTS[kernel])
+        outputs = kernel_outputs(problem, kernel)  # tiles at a time: float64 of all would be six times the tensors
+        for first in range(0, len(start), TILES_AT_ONCE):
+            part, tiles, tokens = _part(problem, first)
+            for name, found in formulas(part).items():
+                if name in outputs:
+                    outputs[name][tiles if name in PER_TILE else tokens] = found
+        tensors.update(outputs)
     return problem
+
+
+def _part(problem: Problem, first: int) -> tuple[Problem, slice, slice]:
+    """The problem of the tiles from ``first`` on, TILES_AT_ONCE at most; those tiles, and their tokens."""
+    x = problem.tensors
+    tiles = slice(first, first + TILES_AT_ONCE)
+    own = {name: x[name][tiles] for name in ("tile_start", "tile_rows", *PER_TILE) if name in x}
+    tokens = slice(own["tile_start"][0], own["tile_start"][-1] + own["tile_rows"][-1])
+    return replace(problem, tensors={**x, **own}), tiles, tokens
 
 
 def _recur(problem: Problem, random: np.random.Generator, first: np.ndarray, last: np.ndarray) -> None:

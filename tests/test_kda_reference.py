@@ -16,6 +16,7 @@ from kernels_py.kda_reference import (
     NORM_EPS,
     OUTPUTS,
     SINGLE,
+    TILES_AT_ONCE,
     Bounded,
     b1,
     b2,
@@ -359,3 +360,12 @@ def test_bounded_contains_fp32_and_bf16_evaluation(seed, rows, depth, scale):
 def test_bounded_refuses_what_lies_outside():
     x = Bounded(np.array([1.0, 1.0, 1.0]), 0.25)
     assert x.holds([0.75, 1.26, np.nan]).tolist() == [True, False, False]
+
+
+def test_intermediates_made_a_few_tiles_at_a_time_are_those_of_all_tiles_at_once():
+    problem = make_problem([150, 7, 61], heads=2, seed=1, C=2, D=8)  # 110 tiles, two of a single row
+    assert len(problem.exists) > TILES_AT_ONCE
+    for kernel, formulas in (("b1", b1), ("b2", b2)):
+        whole = formulas(problem)
+        for name in OUTPUTS[kernel]:
+            assert np.array_equal(problem.tensors[name], whole[name].astype(np.float32)), name
