@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -19,6 +19,7 @@ from models.occupancy import Occupancy, occupancy
 from models.work import ContentionSink, Work, work_of
 from simgpu.counters import SiteCounters
 from simgpu.errors import SimError
+from simgpu.events import Sink
 from simgpu.instructions import instruction, nearest
 from simgpu.launch import Launch
 from simgpu.report import show
@@ -64,10 +65,12 @@ class Side:
 
 
 def side(name: str, launch: Launch, gpu: GPU, *, registers: int | None = None, ctas: int | None = None,
-         warm: bool = False, mode: str = "auto", progress: Callable[[int, int], None] | None = None) -> Side:
+         warm: bool = False, mode: str = "auto", sinks: Iterable[Sink] = (),
+         progress: Callable[[int, int], None] | None = None) -> Side:
     """Run ``launch`` (its first ``ctas`` CTAs) and price it on ``gpu``.
 
-    ``registers`` per thread default to the launch's own. ``warm``: see :func:`models.cost.estimate`. Raises
+    ``registers`` per thread default to the launch's own. ``warm``: see :func:`models.cost.estimate`. ``sinks``
+    also hear every event. Raises
     :class:`~simgpu.errors.SimError` for what the device would refuse.
 
     >>> from kernels_py import find
@@ -78,7 +81,7 @@ def side(name: str, launch: Launch, gpu: GPU, *, registers: int | None = None, c
     ('data pipe', 8)
     """
     contention = ContentionSink()
-    result = simulate(launch, ctas=ctas, mode=mode, sinks=(contention,), shared_limit=gpu.shared_bytes_per_block,
+    result = simulate(launch, ctas=ctas, mode=mode, sinks=(contention, *sinks), shared_limit=gpu.shared_bytes_per_block,
                       progress=progress)
     registers = launch.registers if registers is None else registers
     fit = occupancy(gpu, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)

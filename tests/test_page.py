@@ -16,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels_py import find
+from kernels_py.transpose import transpose
 from models.gpu import load_gpu
 from models.occupancy import occupancy
 from simgpu.cli import main
+from simgpu.diff import compare, side, verdict
 from simgpu.events import AccessEvent, Site
 from simgpu.instructions import FULL_MASK, INSTRUCTIONS
 from simgpu.page import _embedded, view
@@ -219,6 +221,17 @@ def test_markdown_for_pull_requests():
     assert "| tile.load | lds | 4,096 | 128 | 3,968 | 0 | 32 | 1 | - | - |" in text
     assert text.startswith("**transpose rows=64 cols=64 → transpose@pad1 rows=64 cols=64 on h20**\n")
     assert "<" not in text
+
+
+def test_two_kernels_are_told_what_the_change_does_to_the_time():
+    changed = ("transpose", "--vs", "transpose@pad1", "--regs", "23", *SMALL)
+    small = {"rows": 64, "cols": 64}
+    kernels = ("transpose", transpose.launch("plain", **small)), ("transpose@pad1", transpose.launch("pad1", **small))
+    said = verdict(compare(*(side(*kernel, load_gpu("h20"), registers=23) for kernel in kernels)))
+    assert said and said[0].startswith("removes 94% of shared wavefronts")
+    text, page = report(*changed, "--format", "md"), "".join(parsed(report(*changed)).texts)
+    assert all(line in text and line in page for line in said)
+    assert "shared wavefronts;" not in report("transpose", "--format", "md", *SMALL)
 
 
 @pytest.mark.parametrize(

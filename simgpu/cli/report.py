@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
@@ -11,12 +13,13 @@ from models.occupancy import KB, Occupancy
 from models.occupancy import occupancy as occupancy_of
 from simgpu.cli.conflicts import configure, coverage, ctas_of, dims, occupancy_line, provenance
 from simgpu.cli.options import gpu_option, progress, unmodelled_option, write
-from simgpu.cli.sites import COLUMNS
+from simgpu.cli.sites import COLUMNS, no_rule
 from simgpu.counters import CounterTable, SiteCounters
+from simgpu.diff import Side, compare, side, verdict
 from simgpu.errors import SimError
 from simgpu.page import Run, page
 from simgpu.report import Column, render, show
-from simgpu.run import Result, simulate
+from simgpu.run import Result
 from simgpu.staircase import Staircase, steps
 from simgpu.worst import WorstSink
 
@@ -70,13 +73,15 @@ def report(kernel, output, settings, vs, vs_settings, gpu, ctas, regs, allow_unm
         other = vs or kernel
         shared = settings if other.partition("@")[0] == kernel.partition("@")[0] else ()
         asked.append((other, (*shared, *vs_settings)))
-    runs = [_run(name, values, machine, ctas, regs) for name, values in asked]
+    runs, sides = zip(*(_run(name, values, machine, ctas, regs) for name, values in asked), strict=True)
+    effect = verdict(compare(*sides)) if len(sides) == 2 else []
     columns, rows, footer = _single(runs[0], allow_unmodelled) if len(runs) == 1 else _compared(*runs, allow_unmodelled)
     title = " \N{RIGHTWARDS ARROW} ".join(run.label for run in runs) + f" on {machine.name}"
     if fmt == "md":
-        text = render("md", columns, rows, footer=footer, title=title, notes=_notes(runs))
+        text = render("md", columns, rows, footer=footer, title=title, notes=[*effect, *_notes(runs)])
     else:
-        text = page(title, runs, columns, rows, footer)
+        *before, last = runs
+        text = page(title, [*before, replace(last, notes=[*effect, *last.notes])], columns, rows, footer)
     output = output or ("report.html" if fmt == "html" else "-")
     if output == "-":
         write(text)
@@ -89,18 +94,11 @@ def report(kernel, output, settings, vs, vs_settings, gpu, ctas, regs, allow_unm
     click.echo(f"wrote {output} ({len(text.encode()) / KB:,.0f} KB)")
 
 
-def _run(name: str, settings: tuple[str, ...], machine: GPU, ctas: str, regs: int | None) -> Run:
+def _run(name: str, settings: tuple[str, ...], machine: GPU, ctas: str, regs: int | None) -> tuple[Run, Side]:
     launch, worst = configure(name, settings), WorstSink()
     with progress("CTAs") as bar:
-        result = simulate(
-            launch,
-            ctas=ctas_of(ctas, launch),
-            sinks=[worst],
-            progress=bar,
-            shared_limit=machine.shared_bytes_per_block,
-        )
-    registers = regs if regs is not None else launch.registers
-    fit = occupancy_of(machine, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
+        found = side(name, launch, machine, registers=regs, ctas=ctas_of(ctas, launch), sinks=[worst], progress=bar)
+    result, registers, fit = found.result, found.registers, found.fit
     total = result.table.total(allow_unmodelled=True)
     facts = [
         ("grid", dims(launch.grid)),
@@ -113,12 +111,12 @@ def _run(name: str, settings: tuple[str, ...], machine: GPU, ctas: str, regs: in
     ]
     notes = [occupancy_line(result, fit, registers), coverage(result), provenance(machine)]
     if unmodelled := total.unmodelled:
-        notes.append(f"{unmodelled:,} accesses have no proven rule (unmodelled)")
+        notes.append(no_rule(unmodelled))
     stairs = _staircases(machine, result, registers, fit)
-    return Run(" ".join([name, *settings]), launch, result.table, worst.found, facts, notes, stairs)
+    return Run(" ".join([name, *settings]), launch, result.table, worst.found, facts, notes, stairs), found
 
 
-def _notes(runs: list[Run]) -> list[str]:
+def _notes(runs: Sequence[Run]) -> list[str]:
     """The notes of all runs: what holds for one of them only begins with its name."""
     own = [f"{run.label}: {note}" for run in runs for note in run.notes if any(note not in r.notes for r in runs)]
     return [*own, *(note for note in runs[0].notes if all(note in run.notes for run in runs))]
@@ -147,8 +145,8 @@ def _pair(site: str, before: SiteCounters | None, after: SiteCounters | None) ->
     """One row of two sides; a site that one of them lacks has no numbers there."""
     names = list(dict.fromkeys(row.instruction for row in (before, after) if row))
     row = {"site": site, "instruction": " / ".join(names)}
-    for which, side in (("before", before), ("after", after)):
-        row |= {f"{key}@{which}": value for key, value in (side.as_dict() if side else {}).items()}
+    for which, own in (("before", before), ("after", after)):
+        row |= {f"{key}@{which}": value for key, value in (own.as_dict() if own else {}).items()}
     return row
 
 

@@ -32,7 +32,7 @@ def emit_sites(fmt: str, table: CounterTable, *, title: str, notes: list[str], d
     if unmodelled := total["unmodelled"]:
         left_out = "totals that would include them are left out (--allow-unmodelled)"
         totals = "totals sum what is known" if allow else left_out
-        notes = [*notes, f"{unmodelled:,} accesses have no proven rule (unmodelled): {totals}"]
+        notes = [*notes, f"{no_rule(unmodelled)}: {totals}"]
     emit(
         fmt,
         COLUMNS,
@@ -43,6 +43,11 @@ def emit_sites(fmt: str, table: CounterTable, *, title: str, notes: list[str], d
         document=document
         | {"sites": [row.as_dict() for row in table.sites], "total": total, "work": table.work},
     )
+
+
+def no_rule(accesses: int) -> str:
+    """What is said of accesses that no proven rule covers."""
+    return f"{accesses:,} access{'es have' if accesses != 1 else ' has'} no proven rule (unmodelled)"
 
 
 def _row(row: SiteCounters) -> dict:
