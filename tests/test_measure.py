@@ -156,11 +156,16 @@ def test_cases_are_distinct_and_parse():
 @pytest.mark.parametrize(("arguments", "message"), [
     (["transpose"], "error: nvidia-smi not found: install the NVIDIA driver"),
     (["transpos"], "error: unknown kernel 'transpos' (known: transpose, hgemm_ladder, smem_to_reg, kda_b1"),
+    (["transpose", "--only", "("], "error: --only '(' is not a regular expression"),
+    (["transpose", "--only", "pad9"], "error: --only 'pad9' matches no case of transpose, such as 'plain,rows=2048"),
+    (["transpose", "smem_to_reg", "--only", "1"], "error: "),
 ])
 def test_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "smem_to_reg.json").write_text("{}")
     result = CliRunner().invoke(measure.main, [*arguments, "--out", str(tmp_path)])
     assert result.exit_code == 2 and result.output.startswith(message) and result.output.count("\n") == 1
+    assert (tmp_path / "smem_to_reg.json").read_text() == "{}"
 
 
 # ---- the measured data ---------------------------------------------------------------------------------------------

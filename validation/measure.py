@@ -280,17 +280,36 @@ def write_atomically(path: Path, document: dict) -> None:
     os.replace(file.name, path)
 
 
+def chosen_cases(kernels: tuple[str, ...], only: str | None, out: Path) -> dict[str, list[str]]:
+    """The cases to measure of each kernel, those that match ``only`` if given.
+
+    Raises :class:`SimError` for a bad expression, one that matches no case, and a part that would replace a file in
+    ``out``: what is there may be whole.
+    """
+    try:
+        cases = {kernel: [text for text in KERNELS[kernel]() if re.search(only or "", text)] for kernel in kernels}
+    except re.error as error:
+        raise SimError(f"--only {only!r} is not a regular expression: {error}") from None
+    for kernel, texts in cases.items():
+        if not texts:
+            raise SimError(f"--only {only!r} matches no case of {kernel}, such as {KERNELS[kernel]()[0]!r}")
+        if only and (out / f"{kernel}.json").exists():
+            raise SimError(f"{out / kernel}.json exists; --only would replace it by a part: give another --out")
+    return cases
+
+
 @click.command()
 @click.argument("kernels", nargs=-1, metavar="[KERNEL]...")
 @click.option("--gpu", default="h200", show_default=True, help="the GPU's name in models/gpus, noted in the result")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="folder for KERNEL.json")
-@click.option("--only", default="", help="only the cases that match this regular expression")
+@click.option("--only", metavar="REGEX", help="only the cases that match; never over a whole KERNEL.json")
 @click.option("--commit", help="noted in the result; default: git's HEAD")
-def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str, commit: str | None) -> None:
+def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str | None, commit: str | None) -> None:
     """Measure each KERNEL (default: all) on this machine's GPU."""
     try:
         if unknown := set(kernels) - set(KERNELS):
             raise SimError(f"unknown kernel {min(unknown)!r} (known: {', '.join(KERNELS)})")
+        chosen = chosen_cases(kernels or tuple(KERNELS), only, out)
         require_tools(*REMEDIES)
         arch = "sm_" + gpu_query("compute_cap").replace(".", "")
         metrics = offered((*EXACT, *HARDWARE), output_of("ncu", "--query-metrics"))
@@ -301,12 +320,11 @@ def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str, commit: str |
     failed = False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         # Built side by side, then measured one after the other; one that fails leaves the others their turn.
-        programs = {kernel: pool.submit(build, kernel, Path(folder), arch) for kernel in kernels or KERNELS}
+        programs = {kernel: pool.submit(build, kernel, Path(folder), arch) for kernel in chosen}
         wait(programs.values())
         for kernel, program in programs.items():
-            cases = [text for text in KERNELS[kernel]() if re.search(only, text)]
             try:
-                runs = measure(program.result(), cases, metrics)
+                runs = measure(program.result(), chosen[kernel], metrics)
             except SimError as error:
                 failed = True
                 click.echo(f"{kernel}: error: {error}", err=True)
