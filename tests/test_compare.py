@@ -1,7 +1,6 @@
 """``simgpu compare`` on what ncu 2025.3 printed of transpose@plain, 1024x1024, on an H200, trimmed to fewer columns."""
 
 import csv
-import doctest
 import io
 import json
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from simgpu.cli import main
 from simgpu.errors import SimError
-from validation import ncu_csv
 from validation.ncu_csv import count, read_profiles
 
 KERNEL = "void transpose<(Variant)0>(const float *, float *, int, int)"
@@ -260,7 +258,3 @@ def test_missing_columns_and_pages_of_another_kind_are_refused(compare):
 @given(st.integers(0, 10**15))
 def test_a_count_reads_back_with_and_without_separators(number):
     assert count(f"{number}", "x") == count(f"{number:,}", "x") == count(f"{number}.000000", "x") == number
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(ncu_csv).failed == 0

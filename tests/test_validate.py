@@ -5,7 +5,6 @@ so that there is a difference to explain.
 """
 
 import copy
-import doctest
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from kernels_py import registered
 from simgpu.cli import main
 from simgpu.cli.validate import SHIPPED
 from simgpu.errors import SimError
-from validation import compare, compare_access, exceptions
 from validation.compare import VERDICTS, Comparison, Outcome, Run, compare_run, read_runs
 from validation.compare_access import compare_occupancy, compare_patterns
 from validation.exceptions import Explained, explain, read_exceptions
@@ -315,8 +313,3 @@ def test_any_text_is_refused_as_a_measured_file(tmp_path_factory, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(SimError):
         read_runs(path)
-
-
-@pytest.mark.parametrize("module", (compare, compare_access, exceptions))
-def test_examples_in_docstrings(module):
-    assert doctest.testmod(module).failed == 0
