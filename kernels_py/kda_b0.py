@@ -66,23 +66,24 @@ def kda_b0(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
 # ---- the CTA ---------------------------------------------------------------------------------------------------------
 
 
-def from_S_resident(cta, S_in, dS, p, width: int):
-    tile, head = cta.bx, cta.by
-    S = cta.shared("S", bfloat16, (D, D), VIEW, align=1024)
-    copy_state(cta, S, S_in, tile, head)
+def resident(cta, name: str, state):
+    """The CTA's square of ``state``, copied to shared memory and there for all to read."""
+    square = cta.shared(name, bfloat16, (D, D), VIEW, align=1024)
+    copy_state(cta, square, state, cta.bx, cta.by)
     cta.cp_async_commit()
     cta.cp_async_wait(0)
     cta.sync()
-    p_by_warp(cta, S, dS, p, tile, head, width)
+    return square
+
+
+def from_S_resident(cta, S_in, dS, p, width: int):
+    S = resident(cta, "S", S_in)
+    p_by_warp(cta, S, dS, p, cta.bx, cta.by, width)
 
 
 def from_dS_resident(cta, S_in, dS, p, width: int):
     tile, head = cta.bx, cta.by
-    shared = cta.shared("shared_dS", bfloat16, (D, D), VIEW, align=1024)
-    copy_state(cta, shared, dS, tile, head)
-    cta.cp_async_commit()
-    cta.cp_async_wait(0)
-    cta.sync()
+    shared = resident(cta, "shared_dS", dS)
     mine = np.zeros((1, 1, 32), np.float32)
     for i in range(KEYS):
         key, total = KEYS * cta.warp + i, np.float32(0)

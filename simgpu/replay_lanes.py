@@ -61,6 +61,16 @@ def moved(masks, rows, access):
 
 
 @compiled
+def repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled):
+    """Give a copy the numbers of the one before it."""
+    wavefronts[access] = wavefronts[access - 1]
+    ideal[access] = ideal[access - 1]
+    sectors[access] = sectors[access - 1]
+    least_sectors[access] = least_sectors[access - 1]
+    unmodelled[access] = unmodelled[access - 1]
+
+
+@compiled
 def reading(mask, global_, access):
     """The active lanes of a cp.async that have a source: the others fill with zeros."""
     reads = mask
@@ -246,10 +256,7 @@ def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, l
     group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
         if moved(masks, shared, access) and moved(masks, global_, access):
-            wavefronts[access] = wavefronts[access - 1]
-            ideal[access] = ideal[access - 1]
-            sectors[access] = sectors[access - 1]
-            least_sectors[access] = least_sectors[access - 1]
+            repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled)
             continue
         mask = masks[access]
         reads = reading(mask, global_, access)
@@ -301,11 +308,7 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
     chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
     for access in range(len(masks)):
         if moved(masks, shared, access) and moved(masks, global_, access):
-            wavefronts[access] = wavefronts[access - 1]
-            ideal[access] = ideal[access - 1]
-            sectors[access] = sectors[access - 1]
-            least_sectors[access] = least_sectors[access - 1]
-            unmodelled[access] = unmodelled[access - 1]
+            repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled)
             continue
         mask = masks[access]
         reads = reading(mask, global_, access)

@@ -102,7 +102,7 @@ def simulate(
     except DataDependent:
         if mode == "addresses":
             raise
-        # Sinks have heard nothing that is not heard again only if none was given; a trace must start afresh.
+        # The run starts over: what the sinks have heard of it so far they will hear again.
         for sink in sinks:
             sink.restart()
         return _Emulation(launch, chosen, sinks, shared_limit, progress, layouts, make).with_values()
@@ -127,15 +127,8 @@ class _Emulation:
 
     def __init__(self, launch: Launch, chosen: Sequence[int], sinks: tuple[Sink, ...], shared_limit: int, progress,
                  layouts, make: Callable[..., CTA]):
-        self.launch, self.chosen, self.sinks, self.shared_limit, self.progress, self.layouts = (
-            launch,
-            chosen,
-            sinks,
-            shared_limit,
-            progress,
-            layouts or {},
-        )
-        self.ctas, self.make = len(chosen), make
+        self.launch, self.chosen, self.ctas, self.sinks = launch, chosen, len(chosen), sinks
+        self.shared_limit, self.progress, self.layouts, self.make = shared_limit, progress, layouts or {}, make
         self.sites: dict[str, Site] = {}
         self.shared_bytes = 0
         self.shared_tensors: tuple[SharedTensor, ...] = ()

@@ -25,7 +25,6 @@ that its rounds allow, smallest over largest to largest over smallest; a range a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf, isclose, isfinite
@@ -35,11 +34,7 @@ from typing import Any
 from simgpu.errors import SimError
 from simgpu.instructions import nearest
 from validation.claim_values import COUNTS, QUANTITIES, RATIOS, Range, Reading, measured_value, model_value
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from validation.toml_file import read_toml
 
 CONFIRMED, REFUTED, UNSETTLED = "confirmed", "refuted", "cannot be settled here"
 VERDICTS = (CONFIRMED, REFUTED, UNSETTLED)
@@ -197,12 +192,7 @@ ACCESS = {"op", "width", "shared"}
 
 def read_claims(path: Path) -> list[Claim]:
     """The claims of a ledger; :class:`~simgpu.errors.SimError` names the file, the claim and what is wrong."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SimError(f"{path}: {error}") from None
-    if unknown := set(document) - {"params", "claim"}:
-        raise SimError(f"{path}: unknown table {min(unknown)!r} (known: params, claim)")
+    document = read_toml(path, ("params", "claim"))
     sizes, entries = document.get("params", {}), document.get("claim", [])
     if not isinstance(sizes, dict) or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise SimError(f"{path}: params is a table by kernel, claim an array of tables")

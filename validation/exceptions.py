@@ -15,7 +15,6 @@ One that explains nothing is itself an error: the difference is gone, and so mus
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -23,11 +22,7 @@ from pathlib import Path
 
 from simgpu.errors import SimError
 from validation.compare import Comparison, Outcome
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from validation.toml_file import read_toml
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,7 @@ class Explained:
 
 def read_exceptions(path: Path) -> list[Explained]:
     """The exceptions of the TOML file ``path``; :class:`SimError` for a key that is missing, unknown or no text."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SimError(f"{path}: {error}") from None
+    document = read_toml(path)
     entries = document.pop("exception", [])
     if document or not isinstance(entries, list):
         raise SimError(f"{path}: only [[exception]] tables are known, not {', '.join(document) or 'exception = ...'}")

@@ -27,7 +27,6 @@ as ``[[not_reproduced]]`` with the reason.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -45,11 +44,7 @@ from simgpu.instructions import FULL_MASK, LANES, instruction
 from simgpu.replay import replay
 from simgpu.run import simulate
 from validation.compare import Comparison, Outcome
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from validation.toml_file import read_toml
 
 PUBLISHED = "published"
 KINDS = {
@@ -141,12 +136,7 @@ def read_cases(folder: Path) -> list[Case]:
 
 def read_file(path: Path) -> list[Case]:
     """The cases of one file, where one that is ``like`` another still has no accesses."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SimError(f"{path}: {error}") from None
-    if unknown := set(document) - {"case", "not_reproduced"}:
-        raise SimError(f"{path}: unknown table {min(unknown)!r} (known: case, not_reproduced)")
+    document = read_toml(path, ("case", "not_reproduced"))
     for entry in document.get("not_reproduced", []):
         if set(entry) != {"id", "source", "why"}:
             raise SimError(f"{path}: a not_reproduced entry has id, source and why, not {', '.join(sorted(entry))}")

@@ -14,7 +14,7 @@ from models.occupancy import occupancy as occupancy_of
 from simgpu.cli.conflicts import configure, coverage, ctas_of, dims, occupancy_line, provenance
 from simgpu.cli.options import gpu_option, progress, unmodelled_option, write
 from simgpu.cli.sites import COLUMNS, no_rule
-from simgpu.counters import CounterTable, SiteCounters
+from simgpu.counters import SiteCounters
 from simgpu.diff import Side, compare, side, verdict
 from simgpu.errors import SimError
 from simgpu.page import Run, page
@@ -133,12 +133,8 @@ def _single(run: Run, allow: bool) -> tuple[tuple[Column, ...], list[dict], dict
 def _compared(before: Run, after: Run, allow: bool) -> tuple[tuple[Column, ...], list[dict], dict]:
     sides = [{row.site: row for row in run.table.sites} for run in (before, after)]
     rows = [_pair(site, *(side.get(site) for side in sides)) for site in {**sides[0], **sides[1]}]
-    totals = [_total(run.table, allow) for run in (before, after)]
+    totals = [run.table.total(allow_unmodelled=allow) for run in (before, after)]
     return COMPARED, rows, _pair("total", *totals)
-
-
-def _total(table: CounterTable, allow: bool) -> SiteCounters:
-    return table.total(allow_unmodelled=allow)
 
 
 def _pair(site: str, before: SiteCounters | None, after: SiteCounters | None) -> dict:
