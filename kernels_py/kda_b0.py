@@ -1,8 +1,8 @@
 """KDA backward B0: p[k] = sum_d dS[k, d] S_in[d, k], the part of the gate's gradient that needs both states.
 
 Mathematics, inputs and bounds: :mod:`kernels_py.kda_reference`. CUDA twins: ``validation/cuda/kda_b0.cu`` and, inside
-B2, ``kda_b2.cu``. One CTA of 256 threads a (tile, head). The diagonal of a matrix product: dS is read along its rows,
-S_in along its columns, so one of the two has to be in shared memory.
+B1 and B2, ``kda_b1.cu`` and ``kda_b2.cu``. One CTA of 256 threads a (tile, head). The diagonal of a matrix product: dS
+is read along its rows, S_in along its columns, so one of the two has to be in shared memory.
 
 By warp. Warp w owns keys 16w .. 16w + 15 and takes them one after another. A lane multiplies 4 pairs, the warp adds
 them up by butterfly; lane i keeps the sum of key i, and 16 lanes store 64 bytes at the end. Where the lanes' values d
@@ -10,9 +10,9 @@ lie: ``width`` 1, four loads 32 apart, each a coalesced 64 bytes of dS; 4, one l
 bf16 are 8 bytes; for the 16 bytes that the documents name, ``width`` 8 gives half a warp a key and a lane 8 pairs.
 The other operand's elements are 2-byte loads in any case, and the choice moves their banks.
 
-``b0alone``: a kernel of its own, S copied into shared memory as B2 does, dS streaming. ``l12``: as if folded into B1,
-where dS is the resident state, and S streams: a lane's elements are rows apart, 256 bytes. Here it stands alone, with
-B1's copy of dS in front.
+``b0alone``: a kernel of its own, S copied into shared memory as B2 does, dS streaming. ``l12``: dS is the resident
+state, as in B1, and S streams: a lane's elements are rows apart, 256 bytes. Here that stands alone, with B1's copy of
+dS in front; ``kda_b1@l12`` is the fold.
 """
 
 from __future__ import annotations
@@ -82,14 +82,18 @@ def from_S_resident(cta, S_in, dS, p, width: int):
 
 
 def from_dS_resident(cta, S_in, dS, p, width: int):
-    tile, head = cta.bx, cta.by
     shared = resident(cta, "shared_dS", dS)
+    p_from_dS(cta, shared, S_in, p, cta.bx, cta.by)
+
+
+def p_from_dS(cta, dS, S_in, p, tile, head):
+    """p from dS [key, value] in shared memory and S_in [.., value, key] in global memory, its rows 256 bytes apart."""
     mine = np.zeros((1, 1, 32), np.float32)
     for i in range(KEYS):
         key, total = KEYS * cta.warp + i, np.float32(0)
         for j in range(4):
             value = cta.lane + 32 * j
-            x = cta.load(shared[key, value], site="p.dS.load").astype(float32)
+            x = cta.load(dS[key, value], site="p.dS.load").astype(float32)
             total = total + x * cta.load(S_in[tile, head, value, key], site="p.S.load").astype(float32)
         mine = np.where(cta.lane == i, cta.warp_sum(total), mine)
     with cta.where(cta.lane < KEYS):

@@ -21,6 +21,8 @@ Shared memory in bytes: dS 32,768; U, do, kr 4,096 each (K-SW128: whole rows go 
 (K-INTER); dU 4,096 unless ``movm``; three stages of 16 x stage_stride floats, over dS if ``union``. The documents'
 "about 74 KB" is ``roundtrip``: 73.0 KB, and 73.75 with the stride of 132 that they padded to.
 
+B0. ``l12`` folds it in: p from dS while it is resident, S streaming (:func:`kernels_py.kda_b0.p_from_dS`).
+
 All variants add the same products in the same order: their outputs are the same bits.
 """
 
@@ -31,6 +33,7 @@ from functools import partial
 
 import numpy as np
 
+from kernels_py.kda_b0 import p_from_dS
 from kernels_py.kda_common import (
     STATE_VIEWS,
     THREADS,
@@ -40,12 +43,13 @@ from kernels_py.kda_common import (
     copy_state,
     multiply,
     packed_problem,
+    stage_sums,
     tile_table,
     tiled,
     within_bounds,
     zeros,
 )
-from kernels_py.kda_reference import BOUND, NORM_EPS, OUTPUTS, Bounded, Problem, b1, kernel_inputs, kernel_outputs
+from kernels_py.kda_reference import BOUND, NORM_EPS, OUTPUTS, Bounded, Problem, b1, b2, kernel_inputs, kernel_outputs
 from simgpu.errors import SimError
 from simgpu.launch import Launch, kernel
 from simgpu.tensor import GlobalTensor, bfloat16, float32, int32
@@ -65,9 +69,10 @@ class Form:
     swizzle: int = 0
     diagonal: int = 0
     union: int = 0
+    b0: int = 0
 
     def __post_init__(self):
-        for name in ("movm", "stage_vec", "swizzle", "diagonal", "union"):
+        for name in ("movm", "stage_vec", "swizzle", "diagonal", "union", "b0"):
             legal = (1, 2) if name == "stage_vec" else (0, 1)
             if getattr(self, name) not in legal:
                 raise SimError(f"kda_b1: {name} is {getattr(self, name)}; it is {legal[0]} or {legal[1]}")
@@ -87,30 +92,32 @@ VARIANTS = {
     "diagonal": {"diagonal": 1},
     "union": {"union": 1},
     "union_sw128": {"union": 1, "swizzle": 1},
+    "l12": {"stage_stride": 128, "stage_vec": 1, "b0": 1},
 }
 
 # Of a thread, from ptxas 13.0 for sm_90 on the CUDA twin; none of them spills.
 REGISTERS = {
     Form(**VARIANTS[variant]): registers
-    for registers, variants in {52: ["diagonal"], 54: ["movm", "pad132"], 55: ["roundtrip"], 56: ["float2", "union"],
-                                57: ["sw128", "union_sw128"]}.items()
+    for registers, variants in {52: ["diagonal"], 54: ["roundtrip", "float2", "union", "l12"], 56: ["movm", "pad132"],
+                                60: ["sw128", "union_sw128"]}.items()
     for variant in variants
 }
 
 
 @kernel(**VARIANTS)
 def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int = 0, movm: int = 1,
-           stage_stride: int = 136, stage_vec: int = 2, swizzle: int = 0, diagonal: int = 0, union: int = 0) -> Launch:
-    """KDA backward B1, the dS side: dkr, dvcorr and dv of one (tile, head) a CTA.
+           stage_stride: int = 136, stage_vec: int = 2, swizzle: int = 0, diagonal: int = 0, union: int = 0,
+           b0: int = 0) -> Launch:
+    """KDA backward B1, the dS side: dkr, dvcorr and dv of one (tile, head) a CTA, and with B0 folded in p as well.
 
     ``sequences`` of ``tokens`` tokens each lie packed; where 16 does not divide ``tokens``, their last tiles have
     phantom rows. ``movm`` 1: dU is transposed in registers by movmatrix, 0: through shared memory, read back 2 bytes
     at a time. ``stage_stride``: floats from row to row of a stage; ``stage_vec``: floats that a store of accumulators
     into it moves (1, 2). ``swizzle`` 1: dS under the SW128 atoms, not INTER. ``diagonal`` 1: its copy into
     INTER atoms is cp.async.ca along diagonals, not cp.async.cg along rows. ``union`` 1: the stages lie over dS, at the
-    price of one barrier more.
+    price of one barrier more. ``b0`` 1: p too, from dS where it lies and S_in streaming.
     """
-    form = Form(movm, stage_stride, stage_vec, swizzle, diagonal, union)
+    form = Form(movm, stage_stride, stage_vec, swizzle, diagonal, union, b0)
     check_sizes("kda_b1", tokens, sequences, heads, seed)
     problem = partial(packed_problem, tokens, sequences, heads, seed)
     tiles = tile_table(tokens, sequences)
@@ -123,21 +130,27 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
             for name, (dtype, shape) in inputs.items()]
     args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
              for name in OUTPUTS["b1"]]
+    args += [GlobalTensor("S_in", bfloat16, state, init=lambda: kernel_inputs(problem(), "b2")["S_in"]),
+             GlobalTensor("p", float32, state[:3], init=lambda: kernel_outputs(problem(), "b2")["p"])]
     return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
                   registers=REGISTERS.get(form),
-                  check=lambda arrays: within_bounds("kda_b1", expected(problem()), arrays))
+                  check=lambda arrays: within_bounds("kda_b1", expected(problem(), b0), arrays))
 
 
-def expected(problem: Problem) -> dict[str, Bounded]:
-    """What the kernel must give, a Bounded for each output."""
+def expected(problem: Problem, b0: int) -> dict[str, Bounded]:
+    """What the kernel must give, a Bounded for each output; p where B0 is folded in.
+
+    >>> list(expected(packed_problem(5, 1, heads=1, seed=0), b0=1))
+    ['dkr', 'dvcorr', 'dv', 'p']
+    """
     results = b1(problem, BOUND)
-    return {name: results[name] for name in OUTPUTS["b1"]}
+    return {name: results[name] for name in OUTPUTS["b1"]} | ({"p": b2(problem, BOUND)["p"]} if b0 else {})
 
 
 # ---- the CTA -----------------------------------------------------------------------------------------------------
 
 
-def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvcorr, dv, form: Form, tiles):
+def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvcorr, dv, S_in, p, form: Form, tiles):
     tile, head = cta.bx, cta.by
     cta.load(tile_start[tile], site="tile.start.load")
     cta.load(tile_rows[tile], site="tile.rows.load")
@@ -162,6 +175,9 @@ def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvc
     dU_sums = times_dS(cta, smem)
     dvcorr_sums = times_dU(cta, smem, dU_sums, form.movm)
     dv_sums = [np.concatenate([sums[..., :2] * betas[0], sums[..., 2:] * betas[1]], -1) for sums in dvcorr_sums]
+
+    if form.b0:
+        p_from_dS(cta, smem.dS, S_in, p, tile, head)
 
     if form.union:
         cta.sync()  # every warp is done with dS, whose bytes the stages take
@@ -294,16 +310,3 @@ def transposed_square(cta, square):
     lane = cta.lane
     return cta.ldmatrix(square[lane // 16 * 8 + lane % 8, lane // 8 % 2 * 8], trans=True,
                         site=f"{square.name}.ldsm.trans")
-
-
-def stage_sums(cta, stage, which: int, sums: list, vec: int):
-    """A lane's accumulators (rows g and g + 8, columns 2t and 2t + 1 of each n8 tile) into stage ``which``."""
-    for j in range(2):
-        for half in range(2):
-            row, column = cta.lane // 4 + 8 * half, 16 * cta.warp + 8 * j + cta.lane % 4 * 2
-            pair = sums[j][..., 2 * half:2 * half + 2]
-            if vec == 2:
-                cta.store(stage[which, row, column], pair, vec=2, site="stage.store")
-            else:
-                for i in range(2):
-                    cta.store(stage[which, row, column + i], pair[..., i], site="stage.store")

@@ -55,6 +55,7 @@ from kernels_py.kda_common import (
     copy_state,
     multiply,
     packed_problem,
+    stage_sums,
     tile_table,
     tiled,
     within_bounds,
@@ -309,14 +310,6 @@ def store_key_sums(cta, parts: list, p, tile, head):
 
 
 # ---- out of shared memory ----------------------------------------------------------------------------------------
-
-
-def stage_sums(cta, stage, which: int, sums: list):
-    """A lane's accumulators (rows g and g + 8, columns 2t and 2t + 1 of each n8 tile) into tile ``which``."""
-    for j in range(2):
-        for half in range(2):
-            row, column = cta.lane // 4 + 8 * half, 16 * cta.warp + 8 * j + cta.lane % 4 * 2
-            cta.store(stage[which, row, column], sums[j][..., 2 * half:2 * half + 2], vec=2, site="stage.store")
 
 
 def dbeta_of_eight(cta, smem: Smem, v, row, column):

@@ -57,7 +57,7 @@ def ladder() -> dict[str, dict[str, int]]:
 
 
 @kernel(**ladder())
-def kda_b3(*, tokens: int = 64, sequences: int = 1, heads: int = 2, seed: int = 0, union: int = 1, opt2: int = 1,
+def kda_b3(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int = 0, union: int = 1, opt2: int = 1,
            opt7: int = 1, epilogue: int = 1, k1: int = 2, fold: int = 1, warp_atomics: int = 1, native: int = 1,
            tile: int = 2, scratch_stride: int = 128) -> Launch:
     """KDA backward, chunk space and K1: dq, dk, dg, dbeta, dA_log from what B1 and B2 leave.

@@ -93,3 +93,19 @@ def multiply(cta, a, b, sums: list) -> list:
 
 def zeros(cta) -> list:
     return [np.zeros((*cta.shape, 4), np.float32)] * 2
+
+
+def stage_sums(cta, stage, which: int, sums: list, vec: int = 2):
+    """A lane's accumulators (rows g and g + 8, columns 2t and 2t + 1 of each n8 tile) into tile ``which`` of ``stage``.
+
+    ``vec``: floats that a store moves (1, 2).
+    """
+    for j in range(2):
+        for half in range(2):
+            row, column = cta.lane // 4 + 8 * half, 16 * cta.warp + 8 * j + cta.lane % 4 * 2
+            pair = sums[j][..., 2 * half:2 * half + 2]
+            if vec == 2:
+                cta.store(stage[which, row, column], pair, vec=2, site="stage.store")
+            else:
+                for i in range(2):
+                    cta.store(stage[which, row, column + i], pair[..., i], site="stage.store")

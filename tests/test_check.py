@@ -70,7 +70,7 @@ PURPOSE = {
        for variant, read in {"A1": "A.lds", "A2": "A.lds", "A2L": "A.ldsm", "A3": "A.ldsm"}.items()},
     **{f"kda_b0@{variant}": [("S_in.cp", "p.S.load")] for variant in ("b0alone", "l13", "l13_16bytes")},
     "kda_b0@l12": [("dS.cp", "p.dS.load")],
-    **{f"kda_b1@{variant}": B1 for variant in ("roundtrip", "movm", "pad132", "float2", "sw128", "diagonal")},
+    **{f"kda_b1@{variant}": B1 for variant in ("roundtrip", "movm", "pad132", "float2", "sw128", "diagonal", "l12")},
     **{f"kda_b1@{variant}": [B1[0], ("dS.ldsm", "stage.store"), B1[1]] for variant in ("union", "union_sw128")},
     **{f"kda_b2@{variant}": B2 for variant in ("sinbug", "sinfix", "noalias")},
     **{f"kda_b2@{variant}": KDS

@@ -12,7 +12,7 @@ import validation
 from kernels_py import find, kda_b1
 from kernels_py.kda_b1 import VARIANTS
 from kernels_py.kda_common import STATE_VIEWS, THREADS, C, D, tile_table, tiled
-from kernels_py.kda_reference import BOUND, b1, make_problem
+from kernels_py.kda_reference import BOUND, b1, b2, make_problem
 from models.gpu import load_gpu
 from models.occupancy import occupancy
 from simgpu.errors import SimError
@@ -171,6 +171,26 @@ def test_the_round_trip_of_dU_is_what_movmatrix_saves(whole):
     assert "movmatrix" not in with_.work
 
 
+def test_the_fold_of_B0_adds_p_and_changes_nothing_else(whole, ragged):
+    """l12's claim: S at a stride of 128 elements is a sector a lane, 2 bytes of its 32 used."""
+    with_, without = whole["l12"].table, whole["movm"].table
+    assert [row for row in with_.sites if not row.site.startswith("p.")] == list(without.sites)
+    S, dS, p = (with_[site] for site in ("p.S.load", "p.dS.load", "p.store"))
+    assert (S.executed / 8, S.sectors_per_request, dS.executed / 8, dS.n_way, p.executed / 8) == (64, 32, 64, 4, 1)
+    problem = make_problem([37, 37], heads=2, seed=0)
+    bound = b2(problem, BOUND)["p"]
+    assert bound.holds(ragged["l12"].arrays["p"]).all()
+    assert np.median(bound.error) < 0.01 * np.abs(bound.value).mean()
+    assert all(np.isnan(result.arrays["p"]).all() for variant, result in ragged.items() if variant != "l12")
+
+
+@pytest.mark.parametrize("layout", [{"swizzle": 1}, {"union": 1}])
+def test_B0_folds_into_the_other_layouts(layout):
+    """The launch holds p against the reference; SW128 atoms spread a row of dS over the banks as INTER atoms do not."""
+    result = simulate(kernel.launch("float2", **RAGGED, **layout, b0=1), mode="values")
+    assert result.table["p.dS.load"].n_way == (1 if "swizzle" in layout else 4)
+
+
 @pytest.mark.parametrize(("vec", "stride", "wavefronts"),
                          [(1, 128, 8), (1, 132, 2), (1, 136, 2), (2, 128, 8), (2, 132, 4), (2, 136, 2)])
 def test_stage_strides(vec, stride, wavefronts):
@@ -215,7 +235,7 @@ def test_addresses_do_not_depend_on_values(ragged):
 # ---- occupancy -------------------------------------------------------------------------------------------------------
 
 SHARED = {"roundtrip": 74752, "movm": 70656, "pad132": 71424, "float2": 72192, "sw128": 72192, "diagonal": 72192,
-          "union": 46080, "union_sw128": 46080}
+          "union": 46080, "union_sw128": 46080, "l12": 70656}
 
 
 def test_shared_memory_and_blocks_per_sm(whole):
@@ -242,6 +262,7 @@ def test_a_stage_that_does_not_fit_over_dS_is_refused():
 
 @pytest.mark.parametrize(("parameters", "message"), [
     ({"movm": 2}, "movm is 2; it is 0 or 1"),
+    ({"b0": 4}, "b0 is 4; it is 0 or 1"),
     ({"stage_vec": 4}, "stage_vec is 4; it is 1 or 2"),
     ({"stage_stride": 130}, "stage_stride is 130; it is a multiple of 4"),
     ({"stage_stride": 124}, "stage_stride is 124"),
@@ -261,16 +282,17 @@ def test_registered():
 
 
 def test_the_cuda_twin_has_the_same_variants_and_sites(whole, ragged):
-    source = (Path(validation.__file__).parent / "cuda" / "kda_b1.cu").read_text()
+    cuda = Path(validation.__file__).parent / "cuda"
+    source = (cuda / "kda_b1.cu").read_text()
     table = source[source.index("kVariants[] = {"):]
     table = table[:table.index("};")]
-    fields = ("movm", "stage_stride", "stage_vec", "swizzle", "diagonal", "union")
+    fields = ("movm", "stage_stride", "stage_vec", "swizzle", "diagonal", "union", "b0")
     twins = {name: dict(zip(fields, map(int, values.split(",")), strict=True))
              for name, values in re.findall(r'\{"(\w+)", \{([\d, ]+)\}\}', table)}
     ours = {name: {key: kernel.parameters(name)[key] for key in fields} for name in VARIANTS}
     assert twins == ours
     sites = {row.site for result in (*whole.values(), *ragged.values()) for row in result.table.sites}
-    assert set(re.findall(r"// @site ([\w.]+)", source)) == sites
-    assert re.search(r"kC = (\d+), kD = (\d+), kThreads = (\d+);", source.replace(
-        '#include "kda_common.cuh"', (Path(validation.__file__).parent / "cuda" / "kda_common.cuh").read_text())
-    ).groups() == (str(C), str(D), str(THREADS))
+    written = source + (cuda / "kda_state.cuh").read_text() + (cuda / "kda_products.cuh").read_text()
+    assert set(re.findall(r"// @site ([\w.]+)", written)) == sites
+    sizes = re.search(r"kC = (\d+), kD = (\d+), kThreads = (\d+);", (cuda / "kda_common.cuh").read_text())
+    assert sizes.groups() == (str(C), str(D), str(THREADS))

@@ -342,5 +342,6 @@ def test_the_cuda_twins_have_the_same_variants_and_sites(name, made, fields):
     assert twins == {variant: {key: made.parameters(variant)[key] for key in fields} for variant in made.variants}
     sites = {row.site for variant in made.variants
              for row in simulate(made.launch(variant, **WHOLE), mode="addresses").table.sites}
-    written = source + (CUDA / "kda_state.cuh").read_text()
+    headers = re.findall(r'#include "(kda_state|kda_products).cuh"', source)
+    written = source + "".join((CUDA / f"{header}.cuh").read_text() for header in {"kda_state", *headers})
     assert set(re.findall(r"// @site ([\w.]+)", written)) == sites

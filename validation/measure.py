@@ -123,10 +123,11 @@ def kda_cases(variants: tuple[str, ...], singles: tuple[tuple[str, dict], ...]) 
 
 
 def kda_b1_cases() -> list[str]:
-    """B1: the variants; every staging stride and vector width; the union and the round trip in other layouts."""
+    """B1: the variants; every staging stride and vector width; the union, the round trip and B0 in other layouts."""
     singles = [("movm", {"stage_stride": s, "stage_vec": v}) for s in (128, 132, 136) for v in (1, 2)]
-    singles += [("union", {"diagonal": 1}), ("roundtrip", {"stage_stride": 132})]
-    variants = ("roundtrip", "movm", "pad132", "float2", "sw128", "diagonal", "union", "union_sw128")
+    singles += [("union", {"diagonal": 1}), ("roundtrip", {"stage_stride": 132}), ("sw128", {"b0": 1}),
+                ("union", {"b0": 1})]
+    variants = ("roundtrip", "movm", "pad132", "float2", "sw128", "diagonal", "union", "union_sw128", "l12")
     return kda_cases(variants, tuple(singles))
 
 

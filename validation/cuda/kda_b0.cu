@@ -4,16 +4,13 @@
 // streams from global memory.
 #include "kda_state.cuh"
 
-struct Form {
-  int width, l12;  // elements of dS that a lane loads at once; 1: dS is the state in shared memory, S streams
-};
-
 struct Arguments {
   const bf16 *S, *dS;
   float* p;
   int heads;
 };
 
+// WIDTH: elements of dS that a lane loads at once. L12: dS is the state in shared memory, and S streams.
 template <int WIDTH, int L12>
 __global__ __launch_bounds__(kThreads) void states(const Arguments x) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -32,104 +29,48 @@ __global__ __launch_bounds__(kThreads) void states(const Arguments x) {
   CP_ASYNC_WAIT(0);
   __syncthreads();
   float* p = x.p + square * kD;
-  if (!L12) {
+  if (L12) {
+    p_from_dS<0>(shared, S, p);
+  } else {
     p_by_warp<WIDTH, 0>(shared, dS, p);
-    return;
   }
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * kKeys;
-  float mine = 0;
-#pragma unroll 1
-  for (int begin = 0; begin < kKeys; begin += 4) {
-    float s[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint16_t bits;
-        LDG16(bits, S + (lane + 32 * j) * kD + first + begin + i);  // @site p.S.load
-        s[i][j] = to_float(bits);
-      }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float total = 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint16_t bits;
-        LDS16(bits, shared + at_state<0>(first + begin + i, lane + 32 * j));  // @site p.dS.load
-        total += to_float(bits) * s[i][j];
-      }
-      total = sum_over<32>(total);
-      if (lane == begin + i) mine = total;
-    }
-  }
-  if (lane < kKeys) STG32(p + first + lane, __float_as_uint(mine));  // @site p.store
 }
 
-#define INSTANCE(width, l12) {{width, l12}, reinterpret_cast<const void*>(states<width, l12>)}
-const struct {
-  Form form;
-  const void* kernel;
-} kInstances[] = {INSTANCE(1, 0), INSTANCE(4, 0), INSTANCE(8, 0), INSTANCE(1, 1)};
+// In the order of the template's parameters.
+const char* const kNames[] = {"width", "l12"};
 
-struct Variant {
-  const char* name;
-  Form form;
-};
-
-constexpr Variant kVariants[] = {
+constexpr Variant<2> kVariants[] = {
     {"b0alone", {1, 0}}, {"l13", {4, 0}}, {"l13_16bytes", {8, 0}}, {"l12", {1, 1}},
 };
 
+#define INSTANCE(...) {{__VA_ARGS__}, reinterpret_cast<const void*>(states<__VA_ARGS__>), kD * kD * sizeof(bf16)}
+const Instance<2> kInstances[] = {INSTANCE(1, 0), INSTANCE(4, 0), INSTANCE(8, 0), INSTANCE(1, 1)};
+
 struct Problem {
-  size_t tiles;
+  Tiles tiles;
   Arguments arguments;
   Output p;
 };
 
-Problem& problem(int tokens, int sequences, int heads, int seed) {
-  static std::map<std::vector<int>, Problem> problems;
-  const auto [entry, fresh] = problems.try_emplace({tokens, sequences, heads, seed});
-  Problem& x = entry->second;
-  if (!fresh) return x;
-  x.tiles = tile_table(tokens, sequences).start.size();
-  const size_t squares = x.tiles * heads;
-  const std::vector<bf16> S = uniform_bf16(squares * kD * kD, 16 * seed), dS = uniform_bf16(S.size(), 16 * seed + 1);
+void fill(Problem& x, const Sizes& size) {
+  x.tiles = tile_table(size);
+  const size_t squares = x.tiles.start.size() * size.heads;
+  const std::vector<bf16> S = uniform_bf16(squares * kD * kD, 16 * size.seed);
+  const std::vector<bf16> dS = uniform_bf16(S.size(), 16 * size.seed + 1);
   x.p = output("p", squares * kD);
   for (size_t i = 0; i < squares; ++i) reference_p(x.p, i, &S[i * kD * kD], &dS[i * kD * kD]);
-  x.arguments = {to_device(S), to_device(dS), x.p.device, heads};
-  return x;
+  x.arguments = {to_device(S), to_device(dS), x.p.device, size.heads};
 }
 
 Experiment prepare(Case& c) {
-  const Variant* variant = nullptr;
-  for (const Variant& v : kVariants)
-    if (c.variant == v.name) variant = &v;
-  if (!variant) fail(2, "variant '" + c.variant + "' is none of b0alone, l13, l13_16bytes, l12");
-  const int tokens = c.get("tokens", 1000), sequences = c.get("sequences", 1), heads = c.get("heads", 4);
-  const int seed = c.get("seed", 0);
-  const Form form{c.get("width", variant->form.width), c.get("l12", variant->form.l12)};
-  if (tokens < 1 || sequences < 1 || heads < 1 || heads > 65535 ||
-      static_cast<int64_t>(tokens) * sequences * heads > 1 << 20)
-    fail(2, c.text + ": tokens, sequences and heads must be at least 1, their product at most 2^20");
-  const void* kernel = nullptr;
-  for (const auto& i : kInstances)
-    if (i.form.width == form.width && i.form.l12 == form.l12) kernel = i.kernel;
-  if (!kernel) fail(2, c.text + ": this combination is not instantiated");
-
-  Problem& p = problem(tokens, sequences, heads, seed);
-  forget(p.p);
-  Experiment e{kernel, dim3(p.tiles, heads), dim3(kThreads), kD * kD * sizeof(bf16)};
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.dynamic_shared));
-  e.launch = [=, &p] {
-    const void* arguments[] = {&p.arguments};
-    CUDA_CHECK(cudaLaunchKernel(kernel, e.grid, e.block, const_cast<void**>(arguments), e.dynamic_shared, 0));
-  };
-  e.check = [=, &p] {
-    const std::string wrong = compare(p.p, p.p.expected, p.p.bound, form.width);
-    forget(p.p);  // the next variant must write every element
+  const Instance<2>& instance = chosen(c, kNames, kVariants, kInstances);
+  Problem& x = problem_of(sizes(c), fill);
+  forget(x.p);
+  return experiment(instance, x.tiles, x.arguments, [&, width = instance.choices[0]] {
+    const std::string wrong = compare(x.p, x.p.expected, x.p.bound, width);
+    forget(x.p);  // the next variant must write every element
     return wrong;
-  };
-  return e;
+  });
 }
 
 int main(int argc, char** argv) { return run_program(argc, argv, prepare); }

@@ -3,14 +3,14 @@
 // Python twin, with the design: kernels_py/kda_b1.py; mathematics and tensors: kernels_py/kda_reference.py. One CTA of
 // 256 threads a (tile, head). Warp w owns columns 16w .. 16w + 15 of every [16, 128] product, as two n8 tiles. All
 // instances add the same products in the same order: their outputs are the same bits.
-#include "kda_common.cuh"
+#include "kda_products.cuh"
 
 // What distinguishes the variants. movm: dU is transposed by movmatrix, or (0) through shared memory. stride: floats
 // from row to row of a stage; vec: floats that a store into it moves. swizzle: dS under the SW128 atoms, or (0) INTER.
 // diagonal: its copy into INTER atoms is cp.async.ca along diagonals, or (0) cp.async.cg along rows. united: the stages
-// lie over dS.
+// lie over dS. b0: p as well, from dS as it lies and S streaming.
 struct Form {
-  int movm, stride, vec, swizzle, diagonal, united;
+  int movm, stride, vec, swizzle, diagonal, united, b0;
 };
 
 // ---- shared memory, in bytes --------------------------------------------------------------------------------------
@@ -24,18 +24,13 @@ __host__ __device__ constexpr uint32_t shared_size(Form f) {
   return f.united ? (f.movm ? kdU : kdU + kRows) : stages_at(f) + stages_size(f);
 }
 
-template <int SWIZZLE>
-__device__ constexpr uint32_t dS_at(int key, int value) {
-  return kdS + (SWIZZLE ? at_sw128<kD>(key, value) : at_inter<kD>(key, value));
-}
-
 // ---- the kernel ---------------------------------------------------------------------------------------------------
 struct Arguments {
   const int *tile_start, *tile_rows;
   const bf16* k;
   const float* gc;
-  const bf16 *beta, *dO, *U, *M, *INV, *dS;
-  float *dkr, *dvcorr, *dv;
+  const bf16 *beta, *dO, *U, *M, *INV, *dS, *S;
+  float *dkr, *dvcorr, *dv, *p;
   int heads;
 };
 
@@ -56,9 +51,7 @@ __device__ inline uint4 rebuild_kr(const bf16* k, const float* gc, const float* 
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     squares += low_float(pairs[i]) * low_float(pairs[i]) + high_float(pairs[i]) * high_float(pairs[i]);
-#pragma unroll
-  for (int step = 8; step; step /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
-  const float norm = rsqrtf(squares + 1e-6f);
+  const float norm = rsqrtf(sum_over<16>(squares) + 1e-6f);
   uint32_t kr[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -67,35 +60,11 @@ __device__ inline uint4 rebuild_kr(const bf16* k, const float* gc, const float* 
   return make_uint4(kr[0], kr[1], kr[2], kr[3]);
 }
 
-// Accumulators: sums[j] = (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1) of n8 tile j, columns 16w + 8j .. + 7.
-__device__ inline void multiply(float (&sums)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  MMA_BF16(sums[0], a, b[0], b[1]);
-  MMA_BF16(sums[1], a, b[2], b[3]);
-}
-
-template <int STRIDE, int VEC>
-__device__ inline void stage(uint32_t to, const float (&sums)[2][4]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, column = threadIdx.x / 32 * 16 + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = to + 4 * ((g + 8 * half) * STRIDE + column + 8 * j);
-      const uint32_t x = __float_as_uint(sums[j][2 * half]), y = __float_as_uint(sums[j][2 * half + 1]);
-      if (VEC == 2) {
-        STS64(at, x, y);         // @site stage.store
-      } else {
-        STS32_ALONE(at, x);      // @site stage.store
-        STS32_ALONE(at + 4, y);  // @site stage.store
-      }
-    }
-}
-
 // No minimum of CTAs a multiprocessor: what ptxas takes by itself allows as many as shared memory does.
-template <int MOVM, int STRIDE, int VEC, int SWIZZLE, int DIAGONAL, int UNITED>
+template <int MOVM, int STRIDE, int VEC, int SWIZZLE, int DIAGONAL, int UNITED, int B0>
 __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  constexpr Form form{MOVM, STRIDE, VEC, SWIZZLE, DIAGONAL, UNITED};
+  constexpr Form form{MOVM, STRIDE, VEC, SWIZZLE, DIAGONAL, UNITED, B0};
   const uint32_t shared = shared_address(memory);
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4, head = blockIdx.y;
   int start, rows;
@@ -112,10 +81,9 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
     if (DIAGONAL) {
       const int key = 8 * (warp + i / 4 * 8) + lane % 8;
       const int value = 64 * (i / 2 % 2) + 8 * (lane % 8 ^ (lane / 8 + i % 2 * 4));
-      CP_ASYNC_CA(shared + dS_at<SWIZZLE>(key, value), dS + key * kD + value);  // @site dS.cp
+      CP_ASYNC_CA(shared + kdS + at_state<SWIZZLE>(key, value), dS + key * kD + value);  // @site dS.cp
     } else {
-      const int key = 16 * i + row;
-      CP_ASYNC_CG(shared + dS_at<SWIZZLE>(key, column), dS + key * kD + column);  // @site dS.cp
+      COPY_STATE(SWIZZLE, shared + kdS, dS, i);  // @site dS.cp
     }
   }
   const uint32_t square_to = at_inter<kC>(lane / 2, lane % 2 * 8);
@@ -150,7 +118,7 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
     uint16_t bits;  // a phantom row takes the last row's: nobody stores its dv
     const int last = min(g + 8 * half, rows - 1);
     LDG16(bits, x.beta + static_cast<size_t>(start + last) * x.heads + head);  // @site beta.load
-    beta[half] = __uint_as_float(static_cast<uint32_t>(bits) << 16);
+    beta[half] = to_float(bits);
   }
   CP_ASYNC_WAIT(0);
   __syncthreads();
@@ -161,7 +129,7 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
 #pragma unroll
   for (int k0 = 0; k0 < kD; k0 += 16) {
     LDSM_X4(a[0], a[1], a[2], a[3], shared + kU + at_sw128<kC>(lane % 16, k0 + lane / 16 * 8));  // @site U.ldsm
-    const uint32_t from = dS_at<SWIZZLE>(16 * warp + lane / 16 * 8 + lane % 8, k0 + lane / 8 % 2 * 8);
+    const uint32_t from = kdS + at_state<SWIZZLE>(16 * warp + lane / 16 * 8 + lane % 8, k0 + lane / 8 % 2 * 8);
     LDSM_X4(b[0], b[1], b[2], b[3], shared + from);                                              // @site dS.ldsm
     multiply(dkr, a, b);
   }
@@ -175,7 +143,7 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
 #pragma unroll
   for (int k0 = 0; k0 < kD; k0 += 16) {
     LDSM_X4(a[0], a[1], a[2], a[3], shared + kKr + at_sw128<kC>(lane % 16, k0 + lane / 16 * 8));  // @site kr.ldsm
-    const uint32_t from = shared + dS_at<SWIZZLE>(k0 + lane % 16, own_column);
+    const uint32_t from = shared + kdS + at_state<SWIZZLE>(k0 + lane % 16, own_column);
     LDSM_X4_TRANS(b[0], b[1], b[2], b[3], from);                                                  // @site dS.ldsm.trans
     multiply(dU, a, b);
   }
@@ -210,6 +178,8 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
   LDSM_X4_TRANS(a[0], a[1], a[2], a[3], square_from_shared + kINV);  // @site INV.ldsm.trans
   multiply(dvcorr, a, b);
 
+  if (B0) p_from_dS<SWIZZLE>(shared + kdS, x.S + tile * kD * kD, x.p + tile * kD);
+
   // The three results through fp32 stages, to leave in whole rows.
   constexpr uint32_t stage_size = kC * STRIDE * sizeof(float);
   const uint32_t stages = shared + stages_at(form);
@@ -239,72 +209,50 @@ __global__ __launch_bounds__(kThreads) void dS_side(const Arguments x) {
   }
 }
 
-struct Instance {
-  Form form;
-  const void* kernel;
+// In the order of Form.
+const char* const kNames[] = {"movm", "stage_stride", "stage_vec", "swizzle", "diagonal", "union", "b0"};
+
+constexpr Variant<7> kVariants[] = {
+    {"roundtrip", {0, 128, 1, 0, 0, 0, 0}}, {"movm", {1, 128, 1, 0, 0, 0, 0}},
+    {"pad132", {1, 132, 1, 0, 0, 0, 0}},    {"float2", {1, 136, 2, 0, 0, 0, 0}},
+    {"sw128", {1, 136, 2, 1, 0, 0, 0}},     {"diagonal", {1, 136, 2, 0, 1, 0, 0}},
+    {"union", {1, 136, 2, 0, 0, 1, 0}},     {"union_sw128", {1, 136, 2, 1, 0, 1, 0}},
+    {"l12", {1, 128, 1, 0, 0, 0, 1}},
 };
 
-#define INSTANCE(movm, stride, vec, swizzle, diagonal, united)      \
-  {{movm, stride, vec, swizzle, diagonal, united},                    \
-   reinterpret_cast<const void*>(dS_side<movm, stride, vec, swizzle, diagonal, united>)}
-#define EVERY_STAGE(movm)                                                                            \
-  INSTANCE(movm, 128, 1, 0, 0, 0), INSTANCE(movm, 132, 1, 0, 0, 0), INSTANCE(movm, 136, 1, 0, 0, 0), \
-      INSTANCE(movm, 128, 2, 0, 0, 0), INSTANCE(movm, 132, 2, 0, 0, 0), INSTANCE(movm, 136, 2, 0, 0, 0)
+#define INSTANCE(...) {{__VA_ARGS__}, reinterpret_cast<const void*>(dS_side<__VA_ARGS__>), shared_size({__VA_ARGS__})}
+#define EVERY_STAGE(movm)                                                                                     \
+  INSTANCE(movm, 128, 1, 0, 0, 0, 0), INSTANCE(movm, 132, 1, 0, 0, 0, 0), INSTANCE(movm, 136, 1, 0, 0, 0, 0), \
+      INSTANCE(movm, 128, 2, 0, 0, 0, 0), INSTANCE(movm, 132, 2, 0, 0, 0, 0), INSTANCE(movm, 136, 2, 0, 0, 0, 0)
 
-const Instance kInstances[] = {
-    EVERY_STAGE(0),
-    EVERY_STAGE(1),
-    INSTANCE(1, 136, 2, 1, 0, 0),
-    INSTANCE(1, 136, 2, 0, 1, 0),
-    INSTANCE(1, 136, 2, 0, 0, 1),
-    INSTANCE(1, 136, 2, 1, 0, 1),
-    INSTANCE(1, 136, 2, 0, 1, 1),
-};
-
-struct Variant {
-  const char* name;
-  Form form;
-};
-
-constexpr Variant kVariants[] = {
-    {"roundtrip", {0, 128, 1, 0, 0, 0}}, {"movm", {1, 128, 1, 0, 0, 0}},     {"pad132", {1, 132, 1, 0, 0, 0}},
-    {"float2", {1, 136, 2, 0, 0, 0}},    {"sw128", {1, 136, 2, 1, 0, 0}},    {"diagonal", {1, 136, 2, 0, 1, 0}},
-    {"union", {1, 136, 2, 0, 0, 1}},     {"union_sw128", {1, 136, 2, 1, 0, 1}},
+const Instance<7> kInstances[] = {
+    EVERY_STAGE(0), EVERY_STAGE(1),
+    INSTANCE(1, 136, 2, 1, 0, 0, 0), INSTANCE(1, 136, 2, 0, 1, 0, 0), INSTANCE(1, 136, 2, 0, 0, 1, 0),
+    INSTANCE(1, 136, 2, 1, 0, 1, 0), INSTANCE(1, 136, 2, 0, 1, 1, 0), INSTANCE(1, 128, 1, 0, 0, 0, 1),
+    INSTANCE(1, 136, 2, 1, 0, 0, 1), INSTANCE(1, 136, 2, 0, 0, 1, 1),
 };
 
 // ---- inputs and the reference -------------------------------------------------------------------------------------
 
-struct Output {
-  const char* name;
-  float* device;
-  std::vector<double> expected, bound;
-  std::vector<float> first;  // of the first variant run at this size
-};
+enum { kDkrOut, kDvcorrOut, kDvOut, kPOut, kOutputs };
 
 struct Problem {
   Tiles tiles;
-  size_t count;  // elements of an output; kGuard further ones lie behind, which nobody may touch
   Arguments arguments;
-  Output outputs[3];
+  Output outputs[kOutputs];
 };
-
-// In float64 from the rounded inputs, with a bound per element: narrowing to bf16 adds 2^-8 of the magnitude, every
-// fp32 operation and every term of a sum 2^-22 (four times fp32's rounding: an mma's accumulator truncates, and
-// ex2.approx and rsqrt.approx are off by two units).
-constexpr double kBf16 = 1 / 256., kFp32 = 1 / 4194304.;
 
 struct HostInputs {
-  std::vector<bf16> k, beta, dO, U, M, INV, dS;
+  std::vector<bf16> k, beta, dO, U, M, INV, dS, S;
   std::vector<float> gc;
 };
-
-inline double value(bf16 x) { return __bfloat162float(x); }
 
 void reference(Problem& p, const HostInputs& in, int heads, size_t tile, int head) {
   using Rows = std::vector<double>;
   const int start = p.tiles.start[tile], rows = p.tiles.rows[tile];
-  const bf16 *dS = &in.dS[(tile * heads + head) * kD * kD], *M = &in.M[(tile * heads + head) * kC * kC];
-  const bf16* INV = &in.INV[(tile * heads + head) * kC * kC];
+  const size_t square = tile * heads + head;
+  const bf16 *dS = &in.dS[square * kD * kD], *M = &in.M[square * kC * kC], *INV = &in.INV[square * kC * kC];
+  reference_p(p.outputs[kPOut], square, &in.S[square * kD * kD], dS);
   auto at = [&](int r, int c) { return (static_cast<size_t>(start + r) * heads + head) * kD + c; };
   auto put = [&](int output, int r, int c, double expected, double bound) {
     p.outputs[output].expected[at(r, c)] = expected, p.outputs[output].bound[at(r, c)] = bound;
@@ -312,23 +260,23 @@ void reference(Problem& p, const HostInputs& in, int heads, size_t tile, int hea
   Rows dU(kC * kD), dU_size(kC * kD), dU_bound(kC * kD), from_kr(kC * kD);
   for (int r = 0; r < rows; ++r) {
     double squares = 0;
-    for (int e = 0; e < kD; ++e) squares += value(in.k[at(r, e)]) * value(in.k[at(r, e)]);
+    for (int e = 0; e < kD; ++e) squares += value_of(in.k[at(r, e)]) * value_of(in.k[at(r, e)]);
     for (int e = 0; e < kD; ++e) {
       const double gate = static_cast<double>(in.gc[at(rows - 1, e)]) - in.gc[at(r, e)];
-      const double kr = value(in.k[at(r, e)]) / std::sqrt(squares + 1e-6) * std::exp2(gate);
+      const double kr = value_of(in.k[at(r, e)]) / std::sqrt(squares + 1e-6) * std::exp2(gate);
       double dkr = 0, dkr_size = 0;
       for (int d = 0; d < kD; ++d) {
-        const double s = value(dS[e * kD + d]), u = value(in.U[at(r, d)]);
+        const double s = value_of(dS[e * kD + d]), u = value_of(in.U[at(r, d)]);
         dkr += u * s, dkr_size += std::abs(u * s);
         dU[r * kD + d] += kr * s, from_kr[r * kD + d] += std::abs(kr * s);
       }
-      put(0, r, e, dkr, kFp32 * kD * dkr_size);
+      put(kDkrOut, r, e, dkr, kFp32 * kD * dkr_size);
     }
     for (int d = 0; d < kD; ++d) {
       double& size = dU_size[r * kD + d];
       size = from_kr[r * kD + d];
       for (int i = 0; i < rows; ++i) {
-        const double term = value(M[i * kC + r]) * value(in.dO[at(i, d)]);
+        const double term = value_of(M[i * kC + r]) * value_of(in.dO[at(i, d)]);
         dU[r * kD + d] += term, size += std::abs(term);
       }
       // kr is off by a rounding to bf16 and, before it, by its fp32 sum of squares (at most 2^-16 of itself).
@@ -340,111 +288,57 @@ void reference(Problem& p, const HostInputs& in, int heads, size_t tile, int hea
     for (int d = 0; d < kD; ++d) {
       double sum = 0, bound = 0;
       for (int i = 0; i < rows; ++i) {
-        const double inverse = value(INV[i * kC + r]), error = dU_bound[i * kD + d];
+        const double inverse = value_of(INV[i * kC + r]), error = dU_bound[i * kD + d];
         sum += inverse * dU[i * kD + d];
         bound += std::abs(inverse) * (error + kFp32 * kC * (std::abs(dU[i * kD + d]) + error));
       }
-      const double beta = value(in.beta[static_cast<size_t>(start + r) * heads + head]);
-      put(1, r, d, sum, bound);
-      put(2, r, d, sum * beta, bound * beta + kFp32 * (std::abs(sum) + bound) * beta);
+      const double beta = value_of(in.beta[static_cast<size_t>(start + r) * heads + head]);
+      put(kDvcorrOut, r, d, sum, bound);
+      put(kDvOut, r, d, sum * beta, bound * beta + kFp32 * (std::abs(sum) + bound) * beta);
     }
 }
 
-constexpr size_t kGuard = 1 << 16;
-
-Problem& problem(int tokens, int sequences, int heads, int seed) {
-  static std::map<std::vector<int>, Problem> problems;
-  const auto [entry, fresh] = problems.try_emplace({tokens, sequences, heads, seed});
-  Problem& p = entry->second;
-  if (!fresh) return p;
-  p.tiles = tile_table(tokens, sequences);
-  const size_t tiles = p.tiles.start.size(), squares = tiles * heads;
-  p.count = static_cast<size_t>(tokens) * sequences * heads * kD;
+void fill(Problem& p, const Sizes& size) {
+  p.tiles = tile_table(size);
+  const int heads = size.heads;
+  const size_t tiles = p.tiles.start.size(), squares = tiles * heads, count = size.rows() * kD;
   HostInputs in;
-  const uint32_t base = 16 * seed;
-  in.k = uniform_bf16(p.count, base), in.dO = uniform_bf16(p.count, base + 1), in.U = uniform_bf16(p.count, base + 2);
-  in.dS = uniform_bf16(squares * kD * kD, base + 3);
+  const uint32_t base = 16 * size.seed;
+  in.k = uniform_bf16(count, base), in.dO = uniform_bf16(count, base + 1), in.U = uniform_bf16(count, base + 2);
+  in.dS = uniform_bf16(squares * kD * kD, base + 3), in.S = uniform_bf16(squares * kD * kD, base + 8);
   in.gc = gate_sums(p.tiles, heads, base + 4);
-  for (size_t i = 0; i < p.count / kD; ++i) in.beta.push_back(__float2bfloat16(0.5f + 0.5f * uniform(i, base + 5)));
+  for (size_t i = 0; i < size.rows(); ++i) in.beta.push_back(__float2bfloat16(0.5f + 0.5f * uniform(i, base + 5)));
   // M is lower triangular, INV besides with a unit diagonal; phantom rows are those of zero and of the identity.
   for (size_t i = 0; i < squares * kC * kC; ++i) {
     const int r = i / kC % kC, c = i % kC, rows = p.tiles.rows[i / (kC * kC) / heads];
     in.M.push_back(__float2bfloat16(r < rows && c <= r ? uniform(i, base + 6) : 0.f));
     in.INV.push_back(__float2bfloat16(r == c ? 1.f : r < rows && c < r ? 0.25f * uniform(i, base + 7) : 0.f));
   }
-  const char* names[3] = {"dkr", "dvcorr", "dv"};
-  for (int i = 0; i < 3; ++i)
-    p.outputs[i] = {names[i], device_array<float>(p.count + kGuard), std::vector<double>(p.count),
-                    std::vector<double>(p.count), {}};
+  p.outputs[kDkrOut] = output("dkr", count), p.outputs[kDvcorrOut] = output("dvcorr", count);
+  p.outputs[kDvOut] = output("dv", count), p.outputs[kPOut] = output("p", squares * kD);
   for (size_t tile = 0; tile < tiles; ++tile)
     for (int head = 0; head < heads; ++head) reference(p, in, heads, tile, head);
   p.arguments = {to_device(p.tiles.start), to_device(p.tiles.rows), to_device(in.k), to_device(in.gc),
                  to_device(in.beta), to_device(in.dO), to_device(in.U), to_device(in.M), to_device(in.INV),
-                 to_device(in.dS), p.outputs[0].device, p.outputs[1].device, p.outputs[2].device, heads};
-  return p;
+                 to_device(in.dS), to_device(in.S), p.outputs[kDkrOut].device, p.outputs[kDvcorrOut].device,
+                 p.outputs[kDvOut].device, p.outputs[kPOut].device, heads};
 }
 
-void forget_outputs(Problem& p) {
-  for (Output& o : p.outputs) CUDA_CHECK(cudaMemset(o.device, 0xff, (p.count + kGuard) * sizeof(float)));  // NaN
-}
-
-// "" or what is wrong: an element beyond its bound (a NaN is), other bits than the first variant's, a touched guard.
-std::string compare(Output& o, size_t count) {
-  const std::vector<float> got = to_host(o.device, count + kGuard);
-  for (size_t i = 0; i < count; ++i)
-    if (!(std::abs(got[i] - o.expected[i]) <= o.bound[i])) {
-      char line[200];
-      snprintf(line, sizeof line, "%s element %zu is %.9g, expected %.9g within %.3g", o.name, i, got[i], o.expected[i],
-               o.bound[i]);
-      return line;
-    }
-  for (size_t i = count; i < count + kGuard; ++i)
-    if (reinterpret_cast<const uint32_t&>(got[i]) != 0xffffffffu)
-      return std::string(o.name) + " was written " + std::to_string(i - count) + " elements past its end";
-  if (o.first.empty()) o.first.assign(got.begin(), got.begin() + count);
-  for (size_t i = 0; i < count; ++i)
-    if (reinterpret_cast<const uint32_t&>(got[i]) != reinterpret_cast<const uint32_t&>(o.first[i]))
-      return std::string(o.name) + " element " + std::to_string(i) + " differs in its bits from the first variant's";
+std::string check(Problem& p, bool b0) {
+  for (int i = 0; i < kOutputs; ++i) {
+    Output& o = p.outputs[i];
+    const std::string wrong = i == kPOut && !b0 ? untouched(o) : compare(o, o.expected, o.bound, 0);
+    if (!wrong.empty()) return wrong;
+  }
+  for (Output& o : p.outputs) forget(o);  // the next variant must write every element
   return "";
 }
 
 Experiment prepare(Case& c) {
-  const Variant* variant = nullptr;
-  for (const Variant& v : kVariants)
-    if (c.variant == v.name) variant = &v;
-  if (!variant)
-    fail(2, "variant '" + c.variant +
-                "' is none of roundtrip, movm, pad132, float2, sw128, diagonal, union, union_sw128");
-  const int tokens = c.get("tokens", 1000), sequences = c.get("sequences", 1), heads = c.get("heads", 4);
-  const int seed = c.get("seed", 0);
-  const Form& f = variant->form;
-  const Form form{c.get("movm", f.movm), c.get("stage_stride", f.stride), c.get("stage_vec", f.vec),
-                  c.get("swizzle", f.swizzle), c.get("diagonal", f.diagonal), c.get("union", f.united)};
-  if (tokens < 1 || sequences < 1 || heads < 1 || heads > 65535 ||
-      static_cast<int64_t>(tokens) * sequences * heads > 1 << 18)
-    fail(2, c.text + ": tokens, sequences and heads must be at least 1, their product at most 2^18");
-  const void* kernel = nullptr;
-  for (const Instance& i : kInstances)
-    if (i.form.movm == form.movm && i.form.stride == form.stride && i.form.vec == form.vec &&
-        i.form.swizzle == form.swizzle && i.form.diagonal == form.diagonal && i.form.united == form.united)
-      kernel = i.kernel;
-  if (!kernel) fail(2, c.text + ": this combination is not instantiated");
-
-  Problem& p = problem(tokens, sequences, heads, seed);
-  forget_outputs(p);
-  Experiment e{kernel, dim3(p.tiles.start.size(), heads), dim3(kThreads), shared_size(form)};
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size(form)));
-  e.launch = [=, &p] {
-    const void* arguments[] = {&p.arguments};
-    CUDA_CHECK(cudaLaunchKernel(kernel, e.grid, e.block, const_cast<void**>(arguments), e.dynamic_shared, 0));
-  };
-  e.check = [&p] {
-    for (Output& o : p.outputs)
-      if (const std::string wrong = compare(o, p.count); !wrong.empty()) return wrong;
-    forget_outputs(p);  // the next variant must write every element
-    return std::string();
-  };
-  return e;
+  const Instance<7>& instance = chosen(c, kNames, kVariants, kInstances);
+  Problem& p = problem_of(sizes(c), fill);
+  for (Output& o : p.outputs) forget(o);
+  return experiment(instance, p.tiles, p.arguments, [&, b0 = instance.choices[6]] { return check(p, b0); });
 }
 
 int main(int argc, char** argv) { return run_program(argc, argv, prepare); }

@@ -4,7 +4,7 @@
 // 256 threads a (tile, head). Warp w owns columns 16w .. 16w + 15 of every [16, 128] product, as two n8 tiles. All
 // instances add the same products in the same order: dqd_base (but of sinfix 0), dkd_base and dbeta_part are the same
 // bits, and p for each b0.
-#include "kda_state.cuh"
+#include "kda_products.cuh"
 
 // What distinguishes the variants. sinfix: S^T is read transposed, or (0) as if it were S. united: kdS over do, dvcorr
 // and kd (1), all stages over S (2), nothing over anything (0). narrow: elements of dvcorr that a thread narrows at
@@ -91,24 +91,6 @@ __device__ inline void narrow(uint32_t wide, uint32_t tile, const float* dvcorr)
   }
 }
 
-// Accumulators: sums[j] = (g, 2t) (g, 2t+1) (g+8, 2t) (g+8, 2t+1) of n8 tile j, columns 16w + 8j .. + 7.
-__device__ inline void multiply(float (&sums)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  MMA_BF16(sums[0], a, b[0], b[1]);
-  MMA_BF16(sums[1], a, b[2], b[3]);
-}
-
-template <int STRIDE>
-__device__ inline void stage(uint32_t to, const float (&sums)[2][4]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, column = threadIdx.x / 32 * 16 + lane % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < 2; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = to + 4 * ((g + 8 * half) * STRIDE + column + 8 * j);
-      STS64(at, __float_as_uint(sums[j][2 * half]), __float_as_uint(sums[j][2 * half + 1]));  // @site stage.store
-    }
-}
-
 template <int SINFIX, int UNITED, int NARROW, int B0, int STRIDE, int SWIZZLE>
 __global__ __launch_bounds__(kThreads) void S_side(const Arguments x) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -186,9 +168,9 @@ __global__ __launch_bounds__(kThreads) void S_side(const Arguments x) {
   }
 
   if (UNITED) __syncthreads();  // every warp is done with the operands, whose bytes the stages take
-  stage<STRIDE>(shared + stage_at(form, 0), dqd);
-  stage<STRIDE>(shared + stage_at(form, 1), dkd);
-  stage<STRIDE>(shared + stage_at(form, 2), kdS);
+  stage<STRIDE, 2>(shared + stage_at(form, 0), dqd);
+  stage<STRIDE, 2>(shared + stage_at(form, 1), dkd);
+  stage<STRIDE, 2>(shared + stage_at(form, 2), kdS);
   __syncthreads();
 #pragma unroll 1  // branches, not predicates, which a warp of phantom rows would execute
   for (int r = 2 * warp; r < min(2 * warp + 2, rows); ++r) {
@@ -220,35 +202,26 @@ __global__ __launch_bounds__(kThreads) void S_side(const Arguments x) {
   }
 }
 
-struct Instance {
-  Form form;
-  const void* kernel;
+// In the order of Form.
+const char* const kNames[] = {"sinfix", "union", "narrow", "b0", "stage_stride", "swizzle"};
+
+constexpr Variant<6> kVariants[] = {
+    {"sinbug", {0, 0, 1, 1, 128, 0}}, {"sinfix", {1, 0, 1, 1, 128, 0}}, {"noalias", {1, 0, 8, 1, 128, 0}},
+    {"scalar", {1, 1, 1, 1, 128, 0}}, {"kdsunion", {1, 1, 8, 1, 128, 0}}, {"vec", {1, 1, 8, 1, 128, 0}},
+    {"nob0", {1, 1, 8, 0, 128, 0}}, {"l13", {1, 1, 8, 4, 128, 0}}, {"l13_16bytes", {1, 1, 8, 8, 128, 0}},
+    {"frag", {1, 1, 8, 2, 128, 0}}, {"pad136", {1, 1, 8, 2, 136, 0}}, {"sw128", {1, 1, 8, 2, 136, 1}},
+    {"sunion", {1, 2, 8, 2, 136, 1}},
 };
 
-#define INSTANCE(sinfix, united, narrow, b0, stride, swizzle) \
-  {{sinfix, united, narrow, b0, stride, swizzle},             \
-   reinterpret_cast<const void*>(S_side<sinfix, united, narrow, b0, stride, swizzle>)}
+#define INSTANCE(...) {{__VA_ARGS__}, reinterpret_cast<const void*>(S_side<__VA_ARGS__>), shared_size({__VA_ARGS__})}
 
-const Instance kInstances[] = {
+const Instance<6> kInstances[] = {
     INSTANCE(0, 0, 1, 1, 128, 0), INSTANCE(1, 0, 1, 1, 128, 0), INSTANCE(1, 0, 8, 1, 128, 0),
     INSTANCE(1, 0, 8, 1, 132, 0), INSTANCE(1, 1, 1, 1, 128, 0), INSTANCE(1, 1, 1, 1, 132, 0),
     INSTANCE(1, 1, 8, 0, 128, 0), INSTANCE(1, 1, 8, 1, 128, 0), INSTANCE(1, 1, 8, 1, 128, 1),
     INSTANCE(1, 1, 8, 1, 132, 0), INSTANCE(1, 1, 8, 1, 136, 0), INSTANCE(1, 1, 8, 2, 128, 0),
     INSTANCE(1, 1, 8, 2, 136, 0), INSTANCE(1, 1, 8, 2, 136, 1), INSTANCE(1, 1, 8, 4, 128, 0),
     INSTANCE(1, 1, 8, 8, 128, 0), INSTANCE(1, 2, 8, 2, 136, 1),
-};
-
-struct Variant {
-  const char* name;
-  Form form;
-};
-
-constexpr Variant kVariants[] = {
-    {"sinbug", {0, 0, 1, 1, 128, 0}}, {"sinfix", {1, 0, 1, 1, 128, 0}}, {"noalias", {1, 0, 8, 1, 128, 0}},
-    {"scalar", {1, 1, 1, 1, 128, 0}}, {"kdsunion", {1, 1, 8, 1, 128, 0}}, {"vec", {1, 1, 8, 1, 128, 0}},
-    {"nob0", {1, 1, 8, 0, 128, 0}}, {"l13", {1, 1, 8, 4, 128, 0}}, {"l13_16bytes", {1, 1, 8, 8, 128, 0}},
-    {"frag", {1, 1, 8, 2, 128, 0}}, {"pad136", {1, 1, 8, 2, 136, 0}}, {"sw128", {1, 1, 8, 2, 136, 1}},
-    {"sunion", {1, 2, 8, 2, 136, 1}},
 };
 
 // ---- inputs and the reference -------------------------------------------------------------------------------------
@@ -304,43 +277,32 @@ void reference(Problem& x, const HostInputs& in, int heads, size_t tile, int hea
   }
 }
 
-Problem& problem(int tokens, int sequences, int heads, int seed) {
-  static std::map<std::vector<int>, Problem> problems;
-  const auto [entry, fresh] = problems.try_emplace({tokens, sequences, heads, seed});
-  Problem& x = entry->second;
-  if (!fresh) return x;
-  x.tiles = tile_table(tokens, sequences);
-  const size_t squares = x.tiles.start.size() * heads, states = squares * kD * kD;
-  const size_t rows = static_cast<size_t>(tokens) * sequences * heads, count = rows * kD;
-  const uint32_t base = 16 * seed;
+void fill(Problem& x, const Sizes& size) {
+  x.tiles = tile_table(size);
+  const int heads = size.heads;
+  const size_t squares = x.tiles.start.size() * heads, states = squares * kD * kD, count = size.rows() * kD;
+  const uint32_t base = 16 * size.seed;
   HostInputs in;
   in.k = uniform_bf16(count, base), in.v = uniform_bf16(count, base + 1), in.dO = uniform_bf16(count, base + 2);
   in.S = uniform_bf16(states, base + 3), in.dS = uniform_bf16(states, base + 4);
   in.gc = gate_sums(x.tiles, heads, base + 5);
   for (size_t i = 0; i < count; ++i) in.dvcorr.push_back(uniform(i, base + 6));
   x.outputs[kDqd] = output("dqd_base", count), x.outputs[kDkd] = output("dkd_base", count);
-  x.outputs[kDbeta] = output("dbeta_part", rows), x.outputs[kP] = output("p", squares * kD);
+  x.outputs[kDbeta] = output("dbeta_part", size.rows()), x.outputs[kP] = output("p", squares * kD);
   for (int i = 0; i < 2; ++i) x.wrong[i].resize(count), x.wrong_bound[i].resize(count);
   for (size_t tile = 0; tile < x.tiles.start.size(); ++tile)
     for (int head = 0; head < heads; ++head) reference(x, in, heads, tile, head);
   x.arguments = {to_device(x.tiles.start), to_device(x.tiles.rows), to_device(in.k), to_device(in.gc),
                  to_device(in.v), to_device(in.dO), to_device(in.dvcorr), to_device(in.S), to_device(in.dS),
                  x.outputs[kDqd].device, x.outputs[kDkd].device, x.outputs[kDbeta].device, x.outputs[kP].device, heads};
-  return x;
 }
 
-std::string compare_all(Problem& x, const Form& form) {
+std::string check(Problem& x, bool sinfix, int b0) {
   for (int i = 0; i < kOutputs; ++i) {
     Output& o = x.outputs[i];
-    std::string wrong;
-    if (i == kP && !form.b0) {  // nobody may have written it: every element is as forgotten
-      for (const float got : to_host(o.device, o.count + kGuard))
-        if (got == got) wrong = "p was written, though b0 is 0";
-    } else if (i <= kDkd && !form.sinfix) {
-      wrong = compare(o, x.wrong[i], x.wrong_bound[i], 1);
-    } else {
-      wrong = compare(o, o.expected, o.bound, i == kP ? form.b0 : 0);
-    }
+    const std::string wrong = i == kP && !b0            ? untouched(o)
+                              : i <= kDkd && !sinfix ? compare(o, x.wrong[i], x.wrong_bound[i], 1)
+                                                     : compare(o, o.expected, o.bound, i == kP ? b0 : 0);
     if (!wrong.empty()) return wrong;
   }
   for (Output& o : x.outputs) forget(o);  // the next variant must write every element
@@ -348,39 +310,11 @@ std::string compare_all(Problem& x, const Form& form) {
 }
 
 Experiment prepare(Case& c) {
-  const Variant* variant = nullptr;
-  for (const Variant& v : kVariants)
-    if (c.variant == v.name) variant = &v;
-  if (!variant) {
-    std::string names;
-    for (const Variant& v : kVariants) names += std::string(names.empty() ? "" : ", ") + v.name;
-    fail(2, "variant '" + c.variant + "' is none of " + names);
-  }
-  const int tokens = c.get("tokens", 1000), sequences = c.get("sequences", 1), heads = c.get("heads", 4);
-  const int seed = c.get("seed", 0);
-  const Form& f = variant->form;
-  const Form form{c.get("sinfix", f.sinfix), c.get("union", f.united), c.get("narrow", f.narrow),
-                  c.get("b0", f.b0), c.get("stage_stride", f.stride), c.get("swizzle", f.swizzle)};
-  if (tokens < 1 || sequences < 1 || heads < 1 || heads > 65535 ||
-      static_cast<int64_t>(tokens) * sequences * heads > 1 << 20)
-    fail(2, c.text + ": tokens, sequences and heads must be at least 1, their product at most 2^20");
-  const void* kernel = nullptr;
-  for (const Instance& i : kInstances)
-    if (i.form.sinfix == form.sinfix && i.form.united == form.united && i.form.narrow == form.narrow &&
-        i.form.b0 == form.b0 && i.form.stride == form.stride && i.form.swizzle == form.swizzle)
-      kernel = i.kernel;
-  if (!kernel) fail(2, c.text + ": this combination is not instantiated");
-
-  Problem& x = problem(tokens, sequences, heads, seed);
+  const Instance<6>& instance = chosen(c, kNames, kVariants, kInstances);
+  Problem& x = problem_of(sizes(c), fill);
   for (Output& o : x.outputs) forget(o);
-  Experiment e{kernel, dim3(x.tiles.start.size(), heads), dim3(kThreads), shared_size(form)};
-  CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_size(form)));
-  e.launch = [=, &x] {
-    const void* arguments[] = {&x.arguments};
-    CUDA_CHECK(cudaLaunchKernel(kernel, e.grid, e.block, const_cast<void**>(arguments), e.dynamic_shared, 0));
-  };
-  e.check = [=, &x] { return compare_all(x, form); };
-  return e;
+  return experiment(instance, x.tiles, x.arguments,
+                    [&, sinfix = instance.choices[0], b0 = instance.choices[3]] { return check(x, sinfix, b0); });
 }
 
 int main(int argc, char** argv) { return run_program(argc, argv, prepare); }

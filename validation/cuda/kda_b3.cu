@@ -3,18 +3,14 @@
 // The Python twin is kernels_py/kda_b3.py; the kernel is in kda_b3_chunk.cuh. A case has `sequences` of `tokens` tokens
 // and `heads`; the variants are the rungs of a ladder, of which a case may override single steps. Inputs are seeded and
 // need not come from B1 and B2: the check computes the same outputs from them on the CPU, in double precision.
-#include <array>
-
 #include "kda_b3_chunk.cuh"
+#include "kda_program.cuh"
 
-struct Rung {
-  const char* name;
-  int choices[10];  // in the order of kChoices
-};
+// In the order of the template's parameters.
+const char* const kNames[] = {"union", "opt2",         "opt7",   "epilogue", "k1",
+                              "fold",  "warp_atomics", "native", "tile",     "scratch_stride"};
 
-const char* const kChoices[] = {"union", "opt2",         "opt7",   "epilogue", "k1",
-                                "fold",  "warp_atomics", "native", "tile",     "scratch_stride"};
-constexpr Rung kRungs[] = {
+constexpr Variant<10> kVariants[] = {
     {"l6", {0, 0, 1, 0, 0, 0, 0, 0, 2, 128}},      {"opt2", {0, 1, 1, 0, 0, 0, 0, 0, 2, 128}},
     {"l7", {1, 1, 1, 0, 0, 0, 0, 0, 2, 128}},      {"fold", {1, 1, 1, 0, 0, 1, 0, 0, 2, 128}},
     {"vec8", {1, 1, 1, 0, 1, 1, 0, 0, 2, 128}},    {"l7c", {1, 1, 1, 0, 2, 1, 0, 0, 2, 128}},
@@ -22,19 +18,13 @@ constexpr Rung kRungs[] = {
     {"a1d", {1, 1, 1, 1, 2, 1, 1, 1, 2, 128}},
 };
 
-struct Instance {
-  std::vector<int> choices;
-  const void* kernel;
-  int bytes;
-};
-
-#define INSTANCE(U, O2, O7, E, K, F, W, N, L, S)                                                                \
-  {                                                                                                             \
+#define INSTANCE(U, O2, O7, E, K, F, W, N, L, S)                                                             \
+  {                                                                                                          \
     {U, O2, O7, E, K, F, W, N, L, S}, reinterpret_cast<const void*>(kda_b3<U, O2, O7, E, K, F, W, N, L, S>), \
-        Map<U, O2, O7, L, S>::kBytes                                                                            \
+        Map<U, O2, O7, L, S>::kBytes                                                                         \
   }
 
-const Instance kInstances[] = {
+const Instance<10> kInstances[] = {
     // the rungs
     INSTANCE(0, 0, 1, 0, 0, 0, 0, 0, 2, 128), INSTANCE(0, 1, 1, 0, 0, 0, 0, 0, 2, 128),
     INSTANCE(1, 1, 1, 0, 0, 0, 0, 0, 2, 128), INSTANCE(1, 1, 1, 0, 0, 1, 0, 0, 2, 128),
@@ -63,8 +53,8 @@ inline Term operator-(Term a, Term b) { return {a.v - b.v, a.m + b.m}; }
 inline Term operator*(Term a, Term b) { return {a.v * b.v, a.m * b.m}; }
 inline Term& operator+=(Term& a, Term b) { return a = a + b; }
 
-constexpr double kFp32 = 1 / 65536.;  // far above what 128 terms of fp32 lose, far below what an error makes
-constexpr double kBf16 = 512;         // times kFp32: two operands rounded to bf16
+constexpr double kRounding = 1 / 65536.;  // far above what 128 terms of fp32 lose, far below what an error makes
+constexpr double kNarrowed = 512;         // times kRounding: two operands rounded to bf16
 
 struct Inputs {
   int T, H;
@@ -90,9 +80,9 @@ Rows normalised(const std::vector<bf16>& x, const std::vector<size_t>& at, std::
   Rows rows(at.size());
   for (size_t r = 0; r < at.size(); ++r) {
     double sum = 1e-6;
-    for (int d = 0; d < kD; ++d) sum += std::pow(__bfloat162float(x[at[r] * kD + d]), 2.);
+    for (int d = 0; d < kD; ++d) sum += std::pow(value_of(x[at[r] * kD + d]), 2.);
     scale.push_back(1 / std::sqrt(sum));
-    for (int d = 0; d < kD; ++d) rows[r][d] = term(__bfloat162float(x[at[r] * kD + d]) * scale[r]);
+    for (int d = 0; d < kD; ++d) rows[r][d] = term(value_of(x[at[r] * kD + d]) * scale[r]);
   }
   return rows;
 }
@@ -104,7 +94,7 @@ void add_tile(const Inputs& x, size_t tile, int head, Gradients& to) {
   std::vector<double> rq, rk;
   const Rows q = normalised(x.q, at, rq), k = normalised(x.k, at, rk);
   auto float_at = [&](const std::vector<float>& from, int r, int d) { return from[at[r] * kD + d]; };
-  auto bf16_at = [&](const std::vector<bf16>& from, int r, int d) { return __bfloat162float(from[at[r] * kD + d]); };
+  auto bf16_at = [&](const std::vector<bf16>& from, int r, int d) { return value_of(from[at[r] * kD + d]); };
 
   Rows up(rows), down(rows), rest(rows), qd(rows), kd(rows), ki(rows), dqd(rows), dki(rows), dkd(rows);
   for (int r = 0; r < rows; ++r)
@@ -114,10 +104,10 @@ void add_tile(const Inputs& x, size_t tile, int head, Gradients& to) {
       qd[r][d] = q[r][d] * up[r][d] * term(1 / std::sqrt(double(kD)));
       kd[r][d] = k[r][d] * up[r][d], ki[r][d] = k[r][d] * down[r][d];
       dqd[r][d] = term(float_at(x.dqd_base, r, d));
-      dkd[r][d] = term(-1) * term(__bfloat162float(x.beta[at[r]])) * term(float_at(x.dkd_base, r, d));
+      dkd[r][d] = term(-1) * term(value_of(x.beta[at[r]])) * term(float_at(x.dkd_base, r, d));
     }
   for (int i = 0; i < rows; ++i) {
-    const Term beta = term(__bfloat162float(x.beta[at[i]]));
+    const Term beta = term(value_of(x.beta[at[i]]));
     Term dbeta = term(x.dbeta_part[at[i]]);
     for (int j = 0; j <= i; ++j) {
       Term dM, dL, f;
@@ -125,10 +115,10 @@ void add_tile(const Inputs& x, size_t tile, int head, Gradients& to) {
         const Term u = term(bf16_at(x.u, j, d));
         dM += term(bf16_at(x.do_, i, d)) * u;
         if (j == i) continue;
-        dL = dL - term(__bfloat162float(__float2bfloat16(float_at(x.dvcorr, i, d)))) * u;
+        dL = dL - term(value_of(__float2bfloat16(float_at(x.dvcorr, i, d)))) * u;
         f += kd[i][d] * ki[j][d];
       }
-      f.m *= kBf16;
+      f.m *= kNarrowed;
       dbeta += dL * f;
       for (int d = 0; d < kD; ++d) {
         dqd[i][d] += dM * ki[j][d];
@@ -179,9 +169,9 @@ std::string compare(const char* name, const std::vector<float>& found, const std
                     bool head_major) {
   for (size_t i = 0; i < expected.size(); ++i) {
     const size_t row = i / kD, where = head_major ? (row % H * T + row / H) * kD + i % kD : i;
-    if (std::fabs(found[where] - expected[i].v) <= kFp32 * expected[i].m) continue;
+    if (std::fabs(found[where] - expected[i].v) <= kRounding * expected[i].m) continue;
     return std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(found[where]) + ", not " +
-           std::to_string(expected[i].v) + " within " + std::to_string(kFp32 * expected[i].m);
+           std::to_string(expected[i].v) + " within " + std::to_string(kRounding * expected[i].m);
   }
   return "";
 }
@@ -190,81 +180,60 @@ std::string compare(const char* name, const std::vector<float>& found, const std
 
 struct Problem {
   Inputs inputs;
-  Tensors device;
-  Gradients expected;  // computed when first needed
+  Arguments arguments;
+  Gradients expected;
 };
 
 void clear_outputs(const Problem& p) {
-  const size_t rows = static_cast<size_t>(p.inputs.T) * p.inputs.H;
-  for (float* output : {p.device.dq, p.device.dk, p.device.dg}) CUDA_CHECK(cudaMemset(output, 0xff, 4 * rows * kD));
-  CUDA_CHECK(cudaMemset(p.device.dbeta, 0xff, 4 * rows));
-  CUDA_CHECK(cudaMemset(p.device.dA_log, 0, 4 * p.inputs.H));
+  const Arguments& a = p.arguments;
+  const size_t rows = static_cast<size_t>(a.tokens) * a.heads;
+  for (float* output : {a.dq, a.dk, a.dg}) CUDA_CHECK(cudaMemset(output, 0xff, 4 * rows * kD));
+  CUDA_CHECK(cudaMemset(a.dbeta, 0xff, 4 * rows));
+  CUDA_CHECK(cudaMemset(a.dA_log, 0, 4 * a.heads));
 }
 
-Problem& problem(int tokens, int sequences, int heads) {
-  static std::map<std::vector<int>, Problem> problems;
-  const auto [entry, fresh] = problems.try_emplace({tokens, sequences, heads});
-  Problem& p = entry->second;
-  if (!fresh) return p;
+void fill(Problem& p, const Sizes& size) {
   Inputs& x = p.inputs;
-  x.T = tokens * sequences, x.H = heads, x.tiles = tile_table(tokens, sequences);
-  const size_t rows = static_cast<size_t>(x.T) * heads;
-  x.q = uniform_bf16(rows * kD, 1), x.k = uniform_bf16(rows * kD, 2), x.beta = uniform_bf16(rows, 3);
+  x.T = size.tokens * size.sequences, x.H = size.heads, x.tiles = tile_table(size);
+  const size_t rows = size.rows();
+  const uint32_t base = 16 * size.seed;
+  x.q = uniform_bf16(rows * kD, base + 1), x.k = uniform_bf16(rows * kD, base + 2);
+  x.beta = uniform_bf16(rows, base + 3);
   for (bf16& beta : x.beta) beta = __float2bfloat16(0.5f + 0.5f * __bfloat162float(beta));
-  x.do_ = uniform_bf16(rows * kD, 4), x.u = uniform_bf16(rows * kD, 5), x.gc = gate_sums(x.tiles, heads, 6);
-  x.dvcorr = uniform_floats(rows * kD, 7), x.dkr = uniform_floats(rows * kD, 8);
-  x.dqd_base = uniform_floats(rows * kD, 9), x.dkd_base = uniform_floats(rows * kD, 10);
-  x.dbeta_part = uniform_floats(rows, 11), x.p = uniform_floats(x.tiles.start.size() * heads * kD, 12);
-  p.device = {to_device(x.tiles.start), to_device(x.tiles.rows), to_device(x.q), to_device(x.k), to_device(x.beta),
-              to_device(x.do_), to_device(x.u), to_device(x.gc), to_device(x.dvcorr), to_device(x.dkr),
-              to_device(x.dqd_base), to_device(x.dkd_base), to_device(x.dbeta_part), to_device(x.p),
-              device_array<float>(rows * kD), device_array<float>(rows * kD), device_array<float>(rows * kD),
-              device_array<float>(rows), device_array<float>(heads)};
-  clear_outputs(p);
-  return p;
+  x.do_ = uniform_bf16(rows * kD, base + 4), x.u = uniform_bf16(rows * kD, base + 5);
+  x.gc = gate_sums(x.tiles, size.heads, base + 6);
+  x.dvcorr = uniform_floats(rows * kD, base + 7), x.dkr = uniform_floats(rows * kD, base + 8);
+  x.dqd_base = uniform_floats(rows * kD, base + 9), x.dkd_base = uniform_floats(rows * kD, base + 10);
+  x.dbeta_part = uniform_floats(rows, base + 11);
+  x.p = uniform_floats(x.tiles.start.size() * size.heads * kD, base + 12);
+  p.expected = gradients(x);
+  p.arguments = {to_device(x.tiles.start), to_device(x.tiles.rows), to_device(x.q), to_device(x.k), to_device(x.beta),
+                 to_device(x.do_), to_device(x.u), to_device(x.gc), to_device(x.dvcorr), to_device(x.dkr),
+                 to_device(x.dqd_base), to_device(x.dkd_base), to_device(x.dbeta_part), to_device(x.p),
+                 device_array<float>(rows * kD), device_array<float>(rows * kD), device_array<float>(rows * kD),
+                 device_array<float>(rows), device_array<float>(size.heads), x.T, x.H};
 }
 
-std::string check(Problem& p, bool native) {
-  const size_t rows = static_cast<size_t>(p.inputs.T) * p.inputs.H;
-  if (p.expected.dq.empty()) p.expected = gradients(p.inputs);
-  const Tensors& d = p.device;
+std::string check(const Problem& p, bool native) {
+  const Arguments& a = p.arguments;
   const Gradients& e = p.expected;
-  const int T = p.inputs.T, H = p.inputs.H;
-  std::string wrong = compare("dq", to_host(d.dq, rows * kD), e.dq, T, H, !native);
-  if (wrong.empty()) wrong = compare("dk", to_host(d.dk, rows * kD), e.dk, T, H, !native);
-  if (wrong.empty()) wrong = compare("dg", to_host(d.dg, rows * kD), e.dg, T, H, !native);
-  if (wrong.empty()) wrong = compare("dbeta", to_host(d.dbeta, rows), e.dbeta, T, H, false);
-  if (wrong.empty()) wrong = compare("dA_log", to_host(d.dA_log, H), e.dA_log, T, H, false);
+  const int T = a.tokens, H = a.heads;
+  const size_t rows = static_cast<size_t>(T) * H;
+  std::string wrong = compare("dq", to_host(a.dq, rows * kD), e.dq, T, H, !native);
+  if (wrong.empty()) wrong = compare("dk", to_host(a.dk, rows * kD), e.dk, T, H, !native);
+  if (wrong.empty()) wrong = compare("dg", to_host(a.dg, rows * kD), e.dg, T, H, !native);
+  if (wrong.empty()) wrong = compare("dbeta", to_host(a.dbeta, rows), e.dbeta, T, H, false);
+  if (wrong.empty()) wrong = compare("dA_log", to_host(a.dA_log, H), e.dA_log, T, H, false);
   clear_outputs(p);  // NaN: the next variant must write every element
   return wrong;
 }
 
 Experiment prepare(Case& c) {
-  const Rung* rung = nullptr;
-  for (const Rung& r : kRungs)
-    if (c.variant == r.name) rung = &r;
-  if (!rung) fail(2, "variant '" + c.variant + "' is none of l6, opt2, l7, fold, vec8, l7c, l8, atomics, a1d");
-  const int tokens = c.get("tokens", 64), sequences = c.get("sequences", 1), heads = c.get("heads", 2);
-  std::vector<int> choices;
-  for (int i = 0; i < 10; ++i) choices.push_back(c.get(kChoices[i], rung->choices[i]));
-  const Instance* instance = nullptr;
-  for (const Instance& i : kInstances)
-    if (i.choices == choices) instance = &i;
-  if (!instance) fail(2, c.text + ": this combination is not instantiated");
-  if (tokens < 1 || sequences < 1 || heads < 1 || heads > 65535 || tokens * 1.0 * sequences * heads * kD > 1 << 30)
-    fail(2, c.text + ": not 1 to 2^30 elements");
-
-  Problem& p = problem(tokens, sequences, heads);
-  const bool native = choices[7];
-  Experiment e{instance->kernel, dim3(p.inputs.tiles.start.size(), heads), dim3(kThreads),
-               static_cast<size_t>(instance->bytes)};
-  CUDA_CHECK(cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, instance->bytes));
-  e.launch = [=, &p] {
-    const void* arguments[] = {&p.device, &p.inputs.T, &p.inputs.H};
-    CUDA_CHECK(cudaLaunchKernel(e.kernel, e.grid, e.block, const_cast<void**>(arguments), e.dynamic_shared));
-  };
-  e.check = [=, &p] { return check(p, native); };
-  return e;
+  const Instance<10>& instance = chosen(c, kNames, kVariants, kInstances);
+  Problem& p = problem_of(sizes(c), fill);
+  clear_outputs(p);
+  const bool native = instance.choices[7];
+  return experiment(instance, p.inputs.tiles, p.arguments, [&p, native] { return check(p, native); });
 }
 
 int main(int argc, char** argv) { return run_program(argc, argv, prepare); }

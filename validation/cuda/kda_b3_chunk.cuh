@@ -8,11 +8,11 @@ constexpr float kScale = 0.08838834764831845f, kLn2 = 0.6931471805599453f;
 // Three CTAs a multiprocessor where shared memory holds them: the compiler may then use 80 registers.
 template <int UNION, int OPT2, int OPT7, int EPILOGUE, int K1, int FOLD, int WARP_ATOMICS, int NATIVE, int TILE,
           int STRIDE>
-__global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors x, int T, int H) {
+__global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Arguments x) {
   using At = Map<UNION, OPT2, OPT7, TILE, STRIDE>;
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, head = blockIdx.y;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, head = blockIdx.y, T = x.tokens, H = x.heads;
   int start, rows;
   LDG32(start, x.tile_start + blockIdx.x);  // @site tile.ldg
   LDG32(rows, x.tile_rows + blockIdx.x);    // @site tile.ldg
@@ -160,7 +160,7 @@ __global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors 
     LDS_F32(beta, shared + At::kBeta + 4 * row);             // @site beta.lds
     STS_F32(shared + At::small(kDF, row, c), dL * beta);     // @site beta.dF.sts
     LDS_F32(f, shared + At::small(kF, row, c));              // @site beta.F.lds
-    const float sum = lane_sum<16>(dL * f);
+    const float sum = sum_over<16>(dL * f);
     if (c == 0 && row < rows) {
       float part;
       LDS_F32(part, shared + At::kDbeta + 4 * row);          // @site dbeta.lds
@@ -289,8 +289,8 @@ __global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors 
       K1_STS(here + kDqd * tile, dgc);                                                       // @site K1.dgc.sts
       K1_STS(here + kDkr * tile, moved);                                                     // @site K1.moved.sts
     }
-    q_dq = lane_sum<16>(q_dq);
-    k_dk = lane_sum<16>(k_dk);
+    q_dq = sum_over<16>(q_dq);
+    k_dk = sum_over<16>(k_dk);
     if (row < rows) {
       const size_t to = NATIVE ? from : static_cast<size_t>(head * T + start + row) * kD;
 #pragma unroll
@@ -330,6 +330,6 @@ __global__ __launch_bounds__(kThreads, UNION ? 3 : 2) void kda_b3(const Tensors 
     }
   }
   part *= kLn2;
-  if (WARP_ATOMICS) part = lane_sum<32>(part);
+  if (WARP_ATOMICS) part = sum_over<32>(part);
   if (!WARP_ATOMICS || lane == 0) RED_F32(x.dA_log + head, part);             // @site dA_log.red
 }

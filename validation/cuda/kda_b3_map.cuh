@@ -2,12 +2,11 @@
 #pragma once
 #include "kda_common.cuh"
 
-// ---- memory instructions of floats, 8 bytes of bf16, and a reduction -----------------------------------------------
+// ---- memory instructions of floats, and a reduction ----------------------------------------------------------------
 #define LDG_F32(d, p) asm volatile("ld.global.f32 %0, [%1];" : "=f"(d) : "l"(p) : "memory")
 #define LDG_F128(d, p)                                                         \
   asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];"                         \
                : "=f"((d)[0]), "=f"((d)[1]), "=f"((d)[2]), "=f"((d)[3]) : "l"(p) : "memory")
-#define LDG64(d0, d1, p) asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(d0), "=r"(d1) : "l"(p) : "memory")
 #define STG_F32(p, v) asm volatile("st.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory")
 #define STG_F128(p, v)                                                         \
   asm volatile("st.global.v4.f32 [%0], {%1,%2,%3,%4};"                         \
@@ -23,7 +22,7 @@
                ::"r"(a), "f"((v)[0]), "f"((v)[1]), "f"((v)[2]), "f"((v)[3]) : "memory")
 #define RED_F32(p, v) asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory")
 
-// What a thread of K1 moves at once: four neighbouring floats, one by one (K1 = 0) or as a float4. gridDim.z is 1, which
+// What a thread of K1 moves at once: four neighbouring floats, one by one (K1 = 0) or as a float4. gridDim.z is 1, but
 // the compiler cannot know: it would make four shared accesses side by side into one, volatile or not.
 #define K1_FOUR(scalar, vector)                                   \
   do {                                                                         \
@@ -56,11 +55,12 @@ enum { kGc, kDqd, kDki, kDkd, kDkr };                       // fp32 tiles
 enum { kDM, kDL, kF, kDF };                                 // [16][16]; kDF is dL beta
 enum { kQdOperand, kKdOperand, kKiOperand };
 
-struct Tensors {
+struct Arguments {
   const int *tile_start, *tile_rows;
   const bf16 *q, *k, *beta, *do_, *u;
   const float *gc, *dvcorr, *dkr, *dqd_base, *dkd_base, *dbeta_part, *p;
   float *dq, *dk, *dg, *dbeta, *dA_log;
+  int tokens, heads;  // of all sequences together
 };
 
 // Shared memory, bytes from its start: the bf16 tiles, the fp32 operands over or after them, then the rest.
@@ -101,17 +101,9 @@ __device__ inline uint4 narrow(const float (&x)[8]) {
   return make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
 }
 
-// The sum over the 16 threads of a row, or the 32 of a warp.
-template <int WIDTH>
-__device__ inline float lane_sum(float x) {
-#pragma unroll
-  for (int step = WIDTH / 2; step; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step, WIDTH);
-  return x;
-}
-
 __device__ inline float reciprocal_norm(const float (&x)[8]) {
   float sum = x[0] * x[0];
 #pragma unroll
   for (int j = 1; j < 8; ++j) sum += x[j] * x[j];
-  return rsqrtf(lane_sum<16>(sum) + 1e-6f);
+  return rsqrtf(sum_over<16>(sum) + 1e-6f);
 }

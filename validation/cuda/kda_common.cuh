@@ -1,4 +1,4 @@
-// What the KDA backward twins add to common.cuh: bf16 tiles of 16 rows, their layouts and fragments, and seeded inputs.
+// What the KDA backward twins add to common.cuh on the device: instructions, bf16 tiles of 16 rows and their layouts.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -10,6 +10,8 @@ constexpr int kC = 16, kD = 128, kThreads = 256;  // tokens of a tile, channels 
 
 // ---- instructions -------------------------------------------------------------------------------------------------
 #define LDG16(d, p) asm volatile("ld.global.b16 %0, [%1];" : "=h"(d) : "l"(p) : "memory")
+#define LDG64(d0, d1, p) asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(d0), "=r"(d1) : "l"(p) : "memory")
+#define STS16(a, v) asm volatile("st.shared.b16 [%0], %1;" ::"r"(a), "h"(v) : "memory")
 #define STS64(a, x, y) asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory")
 // Volatile: ptxas merges two neighbouring words into one STS.64 otherwise, asm volatile or not.
 #define STS32_ALONE(a, v) asm volatile("st.volatile.shared.b32 [%0], %1;" ::"r"(a), "r"(v) : "memory")
@@ -31,6 +33,15 @@ __device__ inline uint32_t pack(float low, float high) {
 
 __device__ inline float low_float(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_float(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+__device__ inline float to_float(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+
+// The sum over groups of LANES neighbouring lanes, in each of them.
+template <int LANES>
+__device__ inline float sum_over(float x) {
+#pragma unroll
+  for (int step = LANES / 2; step; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
 
 // ---- layouts: byte offset of element (r, c) of a bf16 tile of ROWS rows, the grid of atoms column-first -----------
 // K-INTER: 8x8 atoms of eight 16-byte rows. As MN-INTER, row-first, the same bytes are the transpose.
@@ -44,55 +55,4 @@ __host__ __device__ constexpr uint32_t at_inter(int r, int c) {
 template <int ROWS>
 __host__ __device__ constexpr uint32_t at_sw128(int r, int c) {
   return 1024 * (r / 8 + ROWS / 8 * (c / 64)) + 128 * (r % 8) + 16 * (c / 8 % 8 ^ r % 8) + 2 * (c % 8);
-}
-
-// ---- seeded inputs, on the host -----------------------------------------------------------------------------------
-
-// Uniform in [-1, 1) from a counter: element `i` of the tensor that `seed` names.
-inline float uniform(uint64_t i, uint32_t seed) {
-  uint64_t h = (i + 1) * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull;
-  h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9ull;
-  h = (h ^ h >> 27) * 0x94d049bb133111ebull;
-  return static_cast<float>((h ^ h >> 31) >> 40) / 8388608.f - 1.f;
-}
-
-inline std::vector<bf16> uniform_bf16(size_t count, uint32_t seed) {
-  std::vector<bf16> values(count);
-  for (size_t i = 0; i < count; ++i) values[i] = __float2bfloat16(uniform(i, seed));
-  return values;
-}
-
-template <typename T>
-T* to_device(const std::vector<T>& values) {
-  T* p = device_array<T>(values.size());
-  CUDA_CHECK(cudaMemcpy(p, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return p;
-}
-
-// First token and rows of every tile of `sequences` packed sequences of `tokens` tokens.
-struct Tiles {
-  std::vector<int> start, rows;
-};
-
-inline Tiles tile_table(int tokens, int sequences) {
-  Tiles tiles;
-  for (int s = 0; s < sequences; ++s)
-    for (int first = 0; first < tokens; first += kC) {
-      tiles.start.push_back(s * tokens + first);
-      tiles.rows.push_back(std::min(kC, tokens - first));
-    }
-  return tiles;
-}
-
-// gc [T][heads][D]: within a tile the running sum, in log2 units, of decays between 0 and 0.3 a token.
-inline std::vector<float> gate_sums(const Tiles& tiles, int heads, uint32_t seed) {
-  const size_t row = static_cast<size_t>(heads) * kD;
-  std::vector<float> gc((tiles.start.back() + tiles.rows.back()) * row);
-  for (size_t tile = 0; tile < tiles.start.size(); ++tile)
-    for (int r = 0; r < tiles.rows[tile]; ++r)
-      for (size_t i = 0; i < row; ++i) {
-        const size_t at = (tiles.start[tile] + r) * row + i;
-        gc[at] = (r ? gc[at - row] : 0.f) - 0.15f * (1.f + uniform(at, seed));
-      }
-  return gc;
 }
