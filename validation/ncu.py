@@ -132,7 +132,9 @@ SASS_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s")
 def line_table(listing: str) -> dict[str, dict[int, tuple[str, int]]]:
     """The source (file, line) of each instruction by its byte offset, by the function's mangled name.
 
-    ``listing`` is what ``nvdisasm -g -c`` prints of a cubin built with ``-lineinfo``.
+    ``listing`` is what ``nvdisasm -g -c`` prints of a cubin built with ``-lineinfo``. nvcc 13.0 misses a change of file
+    between instructions of the same line number; a site so lost is reported (:attr:`Sites.no_site`) and calls for a
+    line more or less.
 
     >>> line_table('''.text._Z1kPf:
     ...     //## File "/src/a.cu", line 7

@@ -1,5 +1,4 @@
 // KDA backward B0: p[k] = sum_d dS[k][d] S_in[d][k] of one (tile, head) a CTA, by itself.
-//
 // Python twin, with the design: kernels_py/kda_b0.py. One of the two states lies in shared memory, K-INTER; the other
 // streams from global memory.
 #include "kda_state.cuh"
