@@ -130,9 +130,9 @@ def kda_b1(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
             for name, (dtype, shape) in inputs.items()]
     args += [GlobalTensor(name, float32, rows, init=lambda name=name: kernel_outputs(problem(), "b1")[name])
              for name in OUTPUTS["b1"]]
-    args += [GlobalTensor("S_in", bfloat16, state, init=lambda: kernel_inputs(problem(), "b2")["S_in"]),
+    of_b0 = [GlobalTensor("S_in", bfloat16, state, init=lambda: kernel_inputs(problem(), "b2")["S_in"]),
              GlobalTensor("p", float32, state[:3], init=lambda: kernel_outputs(problem(), "b2")["p"])]
-    return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
+    return Launch(dS_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles, *(of_b0 if b0 else ())),
                   registers=REGISTERS.get(form),
                   check=lambda arrays: within_bounds("kda_b1", expected(problem(), b0), arrays))
 
@@ -150,7 +150,8 @@ def expected(problem: Problem, b0: int) -> dict[str, Bounded]:
 # ---- the CTA -----------------------------------------------------------------------------------------------------
 
 
-def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvcorr, dv, S_in, p, form: Form, tiles):
+def dS_side(cta, tile_start, tile_rows, k, gc, beta, do, U, M, INV, dS, dkr, dvcorr, dv, form: Form, tiles,
+            S_in=None, p=None):
     tile, head = cta.bx, cta.by
     cta.load(tile_start[tile], site="tile.start.load")
     cta.load(tile_rows[tile], site="tile.rows.load")

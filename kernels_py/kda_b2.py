@@ -143,11 +143,13 @@ def kda_b2(*, tokens: int = 1000, sequences: int = 1, heads: int = 4, seed: int 
               "gc": (float32, rows), "v": (bfloat16, rows), "do": (bfloat16, rows), "dvcorr": (float32, rows),
               "S_in": (bfloat16, state), "dS": (bfloat16, state)}
     outputs = {"dqd_base": rows, "dkd_base": rows, "dbeta_part": rows[:2], "p": state[:3]}
-    args = [GlobalTensor(name, dtype, shape, init=lambda name=name: kernel_inputs(problem(), "b2")[name])
-            for name, (dtype, shape) in inputs.items()]
-    args += [GlobalTensor(name, float32, shape, init=lambda name=name: kernel_outputs(problem(), "b2")[name])
-             for name, shape in outputs.items()]
-    return Launch(S_side, grid=(count, heads), block=THREADS, args=(*args, form, tiles),
+    tensors = {name: GlobalTensor(name, dtype, shape, init=lambda name=name: kernel_inputs(problem(), "b2")[name])
+               for name, (dtype, shape) in inputs.items()}
+    tensors |= {name: GlobalTensor(name, float32, shape, init=lambda name=name: kernel_outputs(problem(), "b2")[name])
+                for name, shape in outputs.items()}
+    of_b0 = tensors.pop("dS"), tensors.pop("p")
+    args = *tensors.values(), form, tiles, *(of_b0 if b0 else ())
+    return Launch(S_side, grid=(count, heads), block=THREADS, args=args,
                   registers=REGISTERS.get(form),
                   check=lambda arrays: within_bounds("kda_b2", expected(problem(), b0), arrays))
 
@@ -165,8 +167,8 @@ def expected(problem: Problem, b0: int) -> dict[str, Bounded]:
 # ---- the CTA -----------------------------------------------------------------------------------------------------
 
 
-def S_side(cta, tile_start, tile_rows, k, gc, v, do, dvcorr, S_in, dS, dqd_base, dkd_base, dbeta_part, p, form: Form,
-           tiles):
+def S_side(cta, tile_start, tile_rows, k, gc, v, do, dvcorr, S_in, dqd_base, dkd_base, dbeta_part, form: Form, tiles,
+           dS=None, p=None):
     tile, head = cta.bx, cta.by
     cta.load(tile_start[tile], site="tile.start.load")
     cta.load(tile_rows[tile], site="tile.rows.load")

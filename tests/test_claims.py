@@ -90,7 +90,7 @@ def test_what_the_model_makes_of_a_claim(name, verdict, value):
 
 @pytest.mark.parametrize("name, verdict", [
     ("b0-l13-time", REFUTED),
-    ("b0-l12-time", UNSETTLED),
+    ("b0-l12-time", REFUTED),
     ("b3-l8-time", REFUTED),
     ("b3-l8-registers", UNSETTLED),
     ("rank-atomics", CONFIRMED),

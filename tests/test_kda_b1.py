@@ -181,7 +181,7 @@ def test_the_fold_of_B0_adds_p_and_changes_nothing_else(whole, ragged):
     bound = b2(problem, BOUND)["p"]
     assert bound.holds(ragged["l12"].arrays["p"]).all()
     assert np.median(bound.error) < 0.01 * np.abs(bound.value).mean()
-    assert all(np.isnan(result.arrays["p"]).all() for variant, result in ragged.items() if variant != "l12")
+    assert all("p" not in result.arrays for variant, result in ragged.items() if variant != "l12")
 
 
 @pytest.mark.parametrize("layout", [{"swizzle": 1}, {"union": 1}])

@@ -126,6 +126,8 @@ def pairs() -> list[Pair]:
     found += steps("kda_b1", "float2 union union_sw128", big)
     found += steps("kda_b1", "sw128 union_sw128", big, {
         "union_sw128": "DRAM already runs at 91% of a copy's rate: the fourth block has nothing left to overlap"})
+    found += steps("kda_b1", "movm l12", big)
+    found += [setting("kda_b1", v, big, "b0", None, 1) for v in ("union", "sw128")]
     found += steps("kda_b2", "sinbug sinfix noalias kdsunion", big) + steps("kda_b2", "scalar kdsunion l13", big)
     found += steps("kda_b2", "l13 l13_16bytes", big, {"l13_16bytes": INSTRUCTIONS})
     found += steps("kda_b2", "kdsunion nob0", big) + steps("kda_b2", "kdsunion frag pad136 sw128 sunion", big)
