@@ -36,7 +36,8 @@ LAUNCHES = 64  # of one profile: what is lost if it fails
 
 # Nsight Compute attributes these to single instructions: the columns of its source page.
 SOURCE = ("inst_executed", "memory_l1_wavefronts_shared", "memory_l1_wavefronts_shared_ideal",
-          "memory_l2_theoretical_sectors_global", "memory_l2_theoretical_sectors_global_ideal")
+          "memory_l1_tag_requests_global", "memory_l2_theoretical_sectors_global",
+          "memory_l2_theoretical_sectors_global_ideal")
 # These count whole launches; they belong to a row where it is the only one of its launch. Per instruction family.
 DATA, BANKS, TAGS = ("l1tex__data_pipe_lsu_wavefronts_mem_shared", "l1tex__data_bank_conflicts_pipe_lsu_mem_shared",
                      "l1tex__t_sectors_pipe_lsu_mem_global")

@@ -28,15 +28,18 @@ THREADS = 512  # of a CTA of rates.cu
 NAME = "rates.jsonl"
 
 L1 = {"l1": 1, "own": 1, "kb": 128, "ctas": 1, "passes": 64}
+STRIDES = (0, 8, 16, 32, 64)  # words between the lanes of a load; 0: 16 bytes a lane, side by side
+MB = 1024
 CASES = (
-    *(case("load", **L1, stride=s) for s in (0, 8, 16, 32, 64)),  # resident in L1, by lines of a request
-    *(case("load", kb=1024 * mb, stride=0) for mb in (4, 8, 16, 24, 32, 48)),  # in L2
-    *(case("load", kb=32768, stride=s, l1=l1) for l1 in (0, 1) for s in (8, 16, 32, 64)),
-    *(case("load", kb=32768, stride=0, ctas=c) for c in (1, 3)),
-    case("load", kb=2048, own=1, stride=0, ctas=2),  # 528 MB, once: DRAM
-    case("copy", kb=1 << 19, ctas=2),
-    *(case("red", words=w, apart=a, lanes=n, ctas=4) for n in (1, 32)
-      for w, a in ((1, 1), (8, 1), (8, 8), (32, 1), (32, 32), (256, 1), (256, 32))),
+    *(case("load", **L1, stride=s) for s in STRIDES),  # resident in L1
+    *(case("load", kb=kb * MB, stride=s) for kb in (4, 8, 16, 32, 48) for s in STRIDES),  # in L2
+    *(case("load", kb=kb * MB, stride=s, ctas=1, sms=16) for kb in (4, 32) for s in STRIDES),  # by few SMs
+    *(case("load", kb=32 * MB, stride=s, l1=1) for s in STRIDES),
+    *(case("load", kb=32 * MB, stride=0, ctas=c) for c in (1, 3)),
+    case("load", kb=2 * MB, own=1, stride=0),  # 528 MB, once: DRAM
+    case("copy", kb=512 * MB),
+    *(case("red", words=w, apart=a, lanes=n, ctas=4, repeats=min(16 * w, 256)) for n in (1, 32)
+      for w, a in ((1, 1), (2, 1), (8, 1), (8, 8), (8, 32), (32, 1), (32, 8), (32, 32), (64, 1), (64, 32), (256, 1))),
 )
 
 

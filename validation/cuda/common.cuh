@@ -115,8 +115,9 @@ inline void launch_once(const Experiment& e) {
   CUDA_CHECK(cudaGetLastError());
 }
 
-// The median, smallest and largest time of a launch, in microseconds, of each experiment. Rounds go through all of
-// them, so that a change of clocks meets every variant alike; short kernels run several times between two events.
+// The median time of a launch, in microseconds, of each experiment, and how the rounds spread around it: the smallest,
+// the first and the last decile and the largest. Rounds go through all experiments, so that a change of clocks meets
+// every variant alike; short kernels run several times between two events.
 inline std::vector<std::string> time_in_turns(const std::vector<Experiment>& experiments, int rounds) {
   cudaEvent_t start, stop;
   CUDA_CHECK(cudaEventCreate(&start));
@@ -143,9 +144,10 @@ inline std::vector<std::string> time_in_turns(const std::vector<Experiment>& exp
     std::sort(times[i].begin(), times[i].end());
     char line[256];
     snprintf(line, sizeof line,
-             ", \"time\": {\"median_us\": %.5g, \"min_us\": %.5g, \"max_us\": %.5g, \"rounds\": %d, "
-             "\"launches_per_round\": %d}",
-             times[i][rounds / 2], times[i].front(), times[i].back(), rounds, launches[i]);
+             ", \"time\": {\"median_us\": %.5g, \"min_us\": %.5g, \"low_us\": %.5g, \"high_us\": %.5g, "
+             "\"max_us\": %.5g, \"rounds\": %d, \"launches_per_round\": %d}",
+             times[i][rounds / 2], times[i].front(), times[i][rounds / 10], times[i][rounds - 1 - rounds / 10],
+             times[i].back(), rounds, launches[i]);
     lines.push_back(line);
   }
   return lines;

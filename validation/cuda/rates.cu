@@ -4,8 +4,8 @@
 // every CTA reads `kb` KB, all of them the same or each its own (`own`), `passes` times over: 16 bytes a lane, or a
 // sector a lane and `stride` words from lane to lane, which is 8, 16 or 32 lines a request. `l1` 1: through L1
 // (ld.global.ca), 0: past it (ld.global.cg). copy: reads and writes `kb` KB once. red: adds 1 to `words` floats that
-// lie `apart` floats apart, by every lane or (`lanes` 1) by one lane a warp. `ctas`: of 512 threads, on each
-// multiprocessor.
+// lie `apart` floats apart, by every lane or (`lanes` 1) by one lane a warp. `ctas` of 512 threads on each of `sms`
+// multiprocessors: as many as that together; few are spread one by one.
 #include "common.cuh"
 
 #define LDG32_CG(d, p) asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(d) : "l"(p) : "memory")
@@ -198,8 +198,9 @@ Experiment prepare_red(Case& c, int ctas, long long* clocks) {
 Experiment prepare(Case& c) {
   cudaDeviceProp device;
   CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-  const int ctas = c.get("ctas", 2) * device.multiProcessorCount;  // the case's are those of a multiprocessor
+  const int sms = c.get("sms", device.multiProcessorCount), ctas = c.get("ctas", 2) * sms;
   long long* clocks = device_array<long long>(ctas);
+  if (ctas < 1 || ctas > 1 << 14) fail(2, c.text + ": not 1 to 2^14 CTAs");
   if (c.variant != "load" && c.variant != "copy" && c.variant != "red")
     fail(2, "variant '" + c.variant + "' is none of load, copy, red");
   Experiment e = c.variant == "load"   ? prepare_load(c, ctas, clocks)
