@@ -45,7 +45,7 @@ def work_of(table: CounterTable, *, ctas: int, grid: int, tensor_bytes: int, con
 
     ``tensor_bytes``: of all global tensors of the launch; each crosses DRAM once, unless fewer bytes are asked for.
 
-    >>> row = SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 40, 40, 1280)
+    >>> row = SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 40, 40, 10, 1280)
     >>> work_of(CounterTable((row,), {"mma.m16n8k16": 2}), ctas=1, grid=3, tensor_bytes=4096)
     Work(ctas=3, data_wavefronts=30.0, copy_wavefronts=0.0, sectors=120.0, tensor_bytes=4096, dram_bytes=3840.0, \
 mma_flop=24576.0, contended=0.0, unmodelled=())
@@ -73,7 +73,7 @@ def data_wavefronts(row: SiteCounters) -> int:
     128 bytes of sectors; more is not understood. Measured: a lower bound on each run in ``validation/measured/h200``,
     and 0.93 to 1 of the counter in most of them.
 
-    >>> data_wavefronts(SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 320, 40, 1280))
+    >>> data_wavefronts(SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 320, 40, 80, 1280))
     80
     """
     used = instruction(row.instruction)

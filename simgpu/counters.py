@@ -25,6 +25,7 @@ METRICS = {
     "sectors": "source page 'L2 Theoretical Sectors Global'; "
     "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{ld,st,ldgsts}",
     "ideal_sectors": "source page 'L2 Theoretical Sectors Global Ideal'",
+    "lines": "source page 'L1 Tag Requests Global': 128-byte lines that L1 looks up, one a clock",
     "sectors_per_request": "sectors / requests",
     "bytes": "bytes the active lanes asked for",
 }
@@ -42,9 +43,11 @@ SUMMED = (
     "ideal",
     "sectors",
     "ideal_sectors",
+    "lines",
     "unmodelled",
     "unknown_wavefronts",
     "unknown_sectors",
+    "unknown_lines",
 )  # of simgpu.replay.Totals
 
 
@@ -67,6 +70,7 @@ class SiteCounters:
     ideal: int | None
     sectors: int | None
     ideal_sectors: int | None
+    lines: int | None
     bytes: int
     unmodelled: int = 0
 
@@ -127,7 +131,8 @@ class CounterTable:
             present = [value for value in values if value is not None]
             return None if (unknown and not allow_unmodelled) or not present else sum(present)
 
-        summed = ("executed", "requests", "wavefronts", "ideal", "sectors", "ideal_sectors", "bytes", "unmodelled")
+        summed = ("executed", "requests", "wavefronts", "ideal", "sectors", "ideal_sectors", "lines", "bytes",
+                  "unmodelled")
         return SiteCounters("total", "", None, "", None, **{name: add(name) for name in summed})
 
 
@@ -194,6 +199,7 @@ class CounterSink:
                     row["ideal"] if shared else None,
                     row["sectors"] if global_ else None,
                     row["ideal_sectors"] if global_ else None,
+                    row["lines"] if used.global_ and not row["unknown_lines"] else None,
                     row["bytes"],
                     row["unmodelled"],
                 )

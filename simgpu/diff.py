@@ -28,7 +28,8 @@ from simgpu.run import Result, simulate
 COUNTED = ("executed", "wavefronts", "excessive", "sectors")  # what makes a site better or worse
 SHARED = ("wavefronts", "ideal", "excessive", "n_way")
 GLOBAL = ("sectors", "ideal_sectors", "sectors_per_request")
-SITE_COLUMNS = (*COUNTED, "ideal", "n_way", "ideal_sectors", "requests", "sectors_per_request", "bytes", "unmodelled")
+SITE_COLUMNS = (*COUNTED, "ideal", "n_way", "ideal_sectors", "lines", "requests",
+                "sectors_per_request", "bytes", "unmodelled")
 LAUNCH_COLUMNS = ("shared_bytes", "registers", "blocks_per_sm", "us", "bound_us")
 ABOUT = 0.02  # a smaller change of the estimate is "about 0%"
 
@@ -115,7 +116,7 @@ class Change:
     def status(self) -> str:
         """new, gone, same, better, worse or mixed: by the columns of :data:`COUNTED`.
 
-        >>> row = SiteCounters("x", "", 1, "lds", 4, 8, None, 8, 8, None, None, 0)
+        >>> row = SiteCounters("x", "", 1, "lds", 4, 8, None, 8, 8, None, None, None, 0)
         >>> Change("x", row, row).status, Change("x", None, row).status
         ('same', 'new')
         """

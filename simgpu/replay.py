@@ -29,14 +29,15 @@ class Columns:
     """What each of n warp accesses costs, in the terms of :class:`simgpu.rules.Cost`.
 
     ``wavefronts``, ``ideal`` (int32[n]): None when the instruction does not address shared memory. ``sectors``,
-    ``ideal_sectors`` (int32[n]): None when it does not address global memory. ``unmodelled`` (bool[n]): at least
-    one number of this access has no proven rule; that number is -1.
+    ``ideal_sectors``, ``lines`` (int32[n]): None when it does not address global memory. ``unmodelled`` (bool[n]): at
+    least one number of this access has no proven rule; that number is -1.
     """
 
     wavefronts: np.ndarray | None
     ideal: np.ndarray | None
     sectors: np.ndarray | None
     ideal_sectors: np.ndarray | None
+    lines: np.ndarray | None
     unmodelled: np.ndarray
 
     def arrays(self) -> list[np.ndarray]:
@@ -53,8 +54,8 @@ class Totals:
     """Sums over accesses. A number without a proven rule adds 0; ``unmodelled`` counts the accesses with one.
 
     ``wavefronts``, ``ideal``: shared-memory passes; ``max_wavefronts``: those of the worst single access.
-    ``sectors``, ``ideal_sectors``: 32-byte global sectors. ``unknown_wavefronts``, ``unknown_sectors`` count the
-    accesses whose rule for that memory is not proven.
+    ``sectors``, ``ideal_sectors``: 32-byte global sectors; ``lines``: 128-byte lines. ``unknown_wavefronts``,
+    ``unknown_sectors``, ``unknown_lines`` count the accesses whose rule for that number is not proven.
     """
 
     accesses: int = 0
@@ -62,10 +63,12 @@ class Totals:
     ideal: int = 0
     sectors: int = 0
     ideal_sectors: int = 0
+    lines: int = 0
     unmodelled: int = 0
     max_wavefronts: int = 0
     unknown_wavefronts: int = 0
     unknown_sectors: int = 0
+    unknown_lines: int = 0
 
     def __add__(self, other: Totals) -> Totals:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -144,7 +147,7 @@ def shared_compare_and_swap(_: Instruction, width: int, masks, shared, out: Colu
 
 
 def global_access(_: Instruction, width: int, masks, global_, out: Columns) -> int:
-    return lanes.global_access(width, masks, global_, out.sectors, out.ideal_sectors)
+    return lanes.global_access(width, masks, global_, out.sectors, out.ideal_sectors, out.lines)
 
 
 def global_atomic(_: Instruction, width: int, masks, global_, out: Columns) -> int:
@@ -242,10 +245,10 @@ def _frozen(array: np.ndarray, dtype: type) -> np.ndarray:
 
 
 def _columns(instruction: Instruction, accesses: int) -> Columns:
-    def pair(used: bool):
-        return [np.empty(accesses, np.int32) if used else None for _ in range(2)]
+    def numbers(used: bool, count: int):
+        return [np.empty(accesses, np.int32) if used else None for _ in range(count)]
 
-    return Columns(*pair(instruction.shared), *pair(instruction.global_), np.zeros(accesses, bool))
+    return Columns(*numbers(instruction.shared, 2), *numbers(instruction.global_, 3), np.zeros(accesses, bool))
 
 
 def _count(instruction: Instruction, width: int, masks, sides, columns: Columns, first: int) -> None:
@@ -271,8 +274,8 @@ def _sum(columns: Columns) -> Totals:
 
     worst = 0 if columns.wavefronts is None else max(int(columns.wavefronts.max()), 0)
     return Totals(len(columns.unmodelled), known(columns.wavefronts), known(columns.ideal), known(columns.sectors),
-                  known(columns.ideal_sectors), int(np.count_nonzero(columns.unmodelled)), worst,
-                  unknown(columns.wavefronts), unknown(columns.sectors))
+                  known(columns.ideal_sectors), known(columns.lines), int(np.count_nonzero(columns.unmodelled)), worst,
+                  unknown(columns.wavefronts), unknown(columns.sectors), unknown(columns.lines))
 
 
 def _over_threads(part: Callable[[slice], object], accesses: int, threads: int) -> list:

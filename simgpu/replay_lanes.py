@@ -20,6 +20,7 @@ from simgpu.rules import BANKS, LINE, SECTOR, WORD
 
 # Addresses are not negative and every unit is a power of two: shifts, because numba's // and % are slow.
 WORD_SHIFT, SECTOR_SHIFT, LINE_SHIFT = (size.bit_length() - 1 for size in (WORD, SECTOR, LINE))
+TO_LINE = LINE_SHIFT - SECTOR_SHIFT  # from a sector's number to its line's
 PADDING = np.iinfo(np.int64).max
 
 compiled = njit(cache=True, nogil=True)
@@ -61,12 +62,13 @@ def moved(masks, rows, access):
 
 
 @compiled
-def repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled):
+def repeat(access, wavefronts, ideal, sectors, least_sectors, lines, unmodelled):
     """Give a copy the numbers of the one before it."""
     wavefronts[access] = wavefronts[access - 1]
     ideal[access] = ideal[access - 1]
     sectors[access] = sectors[access - 1]
     least_sectors[access] = least_sectors[access - 1]
+    lines[access] = lines[access - 1]
     unmodelled[access] = unmodelled[access - 1]
 
 
@@ -106,11 +108,11 @@ def sort_active(shift, mask, rows, access, units):
 
 
 @compiled
-def distinct(units, count):
-    """How many different values the first ``count`` of sorted ``units`` hold."""
+def distinct(units, count, shift):
+    """How many different values >> ``shift`` the first ``count`` of sorted ``units`` hold."""
     different = min(count, 1)
     for i in range(1, count):
-        different += units[i] != units[i - 1]
+        different += units[i] >> shift != units[i - 1] >> shift
     return different
 
 
@@ -175,25 +177,27 @@ def ideal_sectors(lanes, width, sectors):
 
 
 @compiled
-def global_access(width, masks, global_, sectors, ideal):
-    """LDG and STG: the distinct sectors touched."""
+def global_access(width, masks, global_, sectors, ideal, lines):
+    """LDG and STG: the distinct sectors and lines touched."""
     units = np.empty(LANES, np.int64)
     for access in range(len(masks)):
         if moved(masks, global_, access):
             sectors[access] = sectors[access - 1]
             ideal[access] = ideal[access - 1]
+            lines[access] = lines[access - 1]
             continue
         mask = masks[access]
         if refuses(width, mask, global_, access):
             return access
         lanes = sort_active(SECTOR_SHIFT, mask, global_, access, units)
-        sectors[access] = distinct(units, lanes)
+        sectors[access] = distinct(units, lanes, 0)
         ideal[access] = ideal_sectors(lanes, width, sectors[access])
+        lines[access] = distinct(units, lanes, TO_LINE)
     return -1
 
 
 @compiled
-def global_atomic(width, masks, global_, sectors, ideal, unmodelled):
+def global_atomic(width, masks, global_, sectors, ideal, lines, unmodelled):
     """ATOMG and RED: a sector is sent once per lane on its most wanted element."""
     elements = np.empty(LANES, np.int64)
     shift = log2(width)
@@ -203,16 +207,16 @@ def global_atomic(width, masks, global_, sectors, ideal, unmodelled):
         if refuses(width, mask, global_, access):
             return access
         lanes = sort_active(shift, mask, global_, access, elements)
-        sent = on_element = most = touched = lines = 0
+        sent = on_element = most = touched = 0
+        lines[access] = distinct(elements, lanes, to_line)
         for i in range(lanes):
             on_element = on_element + 1 if i and elements[i] == elements[i - 1] else 1
             if i == 0 or elements[i] >> to_sector != elements[i - 1] >> to_sector:
                 sent += most
                 most = 0
                 touched += 1
-                lines += i == 0 or elements[i] >> to_line != elements[i - 1] >> to_line
             most = max(most, on_element)
-        known = lines <= 3 or not crowded(elements, lanes, to_sector, to_line)
+        known = lines[access] <= 3 or not crowded(elements, lanes, to_sector, to_line)
         sectors[access] = sent + most if known else -1
         ideal[access] = ideal_sectors(lanes, width, touched)
         unmodelled[access] = not known
@@ -250,20 +254,21 @@ def most_in_the_way(shift, mask, reads, shared, global_, access, first, last):
 
 
 @compiled
-def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
+def copy_through_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, lines, unmodelled):
     """cp.async.ca: per group, the most lanes in one lane's way: on its shared bank or its bank of a global line."""
     units, lanes_on = np.empty(LANES, np.int64), np.empty(BANKS, np.int64)
     group, shift = LINE // width, log2(width)
     for access in range(len(masks)):
         if moved(masks, shared, access) and moved(masks, global_, access):
-            repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled)
+            repeat(access, wavefronts, ideal, sectors, least_sectors, lines, unmodelled)
             continue
         mask = masks[access]
         reads = reading(mask, global_, access)
         if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):
             return access
         lanes = sort_active(SECTOR_SHIFT, reads, global_, access, units)
-        sectors[access] = distinct(units, lanes)
+        lines[access] = distinct(units, lanes, TO_LINE)
+        sectors[access] = distinct(units, lanes, 0)
         least_sectors[access] = ideal_sectors(lanes, width, sectors[access])
         passes = active = 0
         for first in range(0, LANES, group):
@@ -299,21 +304,22 @@ def written_before(mask, shared, access, lane):
 
 
 @compiled
-def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, unmodelled):
+def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, least_sectors, lines, unmodelled):
     """cp.async.cg: (row, line, kind of the moves, parity) over the (block, sector) pairs, sectors repeated or not."""
     ring = np.empty(2 * LANES, np.int64)
     block, sector, kind = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
     row, line, deep = np.empty(LANES, np.int64), np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    wave_of = np.empty(LANES, np.int64)
-    chunk, to_line = log2(width), LINE_SHIFT - SECTOR_SHIFT
+    wave_of, units = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    chunk = log2(width)
     for access in range(len(masks)):
         if moved(masks, shared, access) and moved(masks, global_, access):
-            repeat(access, wavefronts, ideal, sectors, least_sectors, unmodelled)
+            repeat(access, wavefronts, ideal, sectors, least_sectors, lines, unmodelled)
             continue
         mask = masks[access]
         reads = reading(mask, global_, access)
         if refuses(width, mask, shared, access) or refuses(width, reads, global_, access):
             return access
+        lines[access] = distinct(units, sort_active(LINE_SHIFT, reads, global_, access, units), 0)
         if reads != mask:
             wavefronts[access] = ideal[access] = sectors[access] = least_sectors[access] = -1
             unmodelled[access] = True
@@ -336,11 +342,11 @@ def copy_past_l1(width, masks, shared, global_, wavefronts, ideal, sectors, leas
             twice += kind[pair] & 3 == 3 or kind[pair] >> 2 == 3  # one half feeds both halves of the block
             # Kind and parity ride in the low bits of the row, so that a group is a pair of numbers too.
             parity = (block[pair] ^ sector[pair]) & 1
-            tagged = (block[pair] >> to_line) * 32 + kind[pair] * 2 + parity
-            group = find(row, line, groups, tagged, sector[pair] >> to_line)
+            tagged = (block[pair] >> TO_LINE) * 32 + kind[pair] * 2 + parity
+            group = find(row, line, groups, tagged, sector[pair] >> TO_LINE)
             if group < 0:
                 group = groups
-                row[group], line[group], deep[group] = tagged, sector[pair] >> to_line, 0
+                row[group], line[group], deep[group] = tagged, sector[pair] >> TO_LINE, 0
                 groups += 1
             wave_of[pair] = group
             from_sector = 0

@@ -8,7 +8,7 @@ import pytest
 from simgpu.replay import Columns, replay
 from simgpu.rules import Cost, cost
 
-NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors")
+NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors", "lines")
 
 
 def cost_of_row(columns: Columns, row: int) -> Cost:

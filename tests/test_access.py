@@ -36,6 +36,8 @@ CONFLICTS = {"lds": "ld", "sts": "st", "atoms": "atom"}  # of these the hardware
 # How many rows of a file are compared, and of how many of those some number has no rule. The latter may only shrink.
 ROWS = {"access_source": (5312, 169), "access_fresh": (5942, 180), "access_units": (1173, 126), "access_sm80": (704, 0)}
 
+TAG_ROWS = 4416  # of access_tags
+
 
 @cache
 def rows(name):
@@ -103,15 +105,33 @@ def test_every_number_equals_its_counter(costs, name):
     assert (compared, refused) == ROWS[name]
 
 
+def unread(row):
+    """The row with no source where a zero-filling cp.async reads nothing."""
+    sources = zip(row["global_byte_offset"], row.get("source_bytes", [1] * 32), strict=True)
+    return row | {"global_byte_offset": [address if read else NO_SOURCE for address, read in sources]}
+
+
+@pytest.mark.parametrize("costs", [reference, compiled])
+def test_lines_are_the_tag_requests(costs):
+    groups = {}
+    for row in rows("access_tags"):
+        if instruction(row["op"]).proven:
+            groups.setdefault((row["op"], row["bytes_per_lane"]), []).append(unread(row))
+    checked = 0
+    for group in groups.values():
+        for row, found in zip(group, costs(group), strict=True):
+            assert found.lines == row["counters"].get("memory_l1_tag_requests_global", 0), row
+            checked += 1
+    assert checked == TAG_ROWS
+
+
 @pytest.mark.parametrize("costs", [reference, compiled])
 @pytest.mark.parametrize("name", ["access_source", "access_fresh"])
 def test_a_lane_that_fills_everything_with_zeros_takes_part_on_the_shared_side_only(costs, name):
     groups = {}
     for row in rows(name):
         if row["op"] == "cp.async.ca" and "source_bytes" in row:
-            sources = [address if read else NO_SOURCE
-                       for address, read in zip(row["global_byte_offset"], row["source_bytes"], strict=True)]
-            groups.setdefault(row["bytes_per_lane"], []).append(row | {"global_byte_offset": sources})
+            groups.setdefault(row["bytes_per_lane"], []).append(unread(row))
     checked = 0
     for group in groups.values():
         for row, found in zip(group, costs(group), strict=True):

@@ -105,7 +105,7 @@ def test_the_table_says_what_the_textbook_says():
 def test_totals_are_sums_and_ratios_of_sums():
     document = json.loads(run("transpose", "--ctas", "4", "--format", "json").stdout)
     total, sites = document["total"], document["sites"]
-    for name in ("executed", "wavefronts", "ideal", "excessive", "sectors", "ideal_sectors"):
+    for name in ("executed", "wavefronts", "ideal", "excessive", "sectors", "ideal_sectors", "lines"):
         assert total[name] == sum(row[name] or 0 for row in sites)
     assert total["sectors_per_request"] == 4  # of the requests to global memory, not of all instructions
     assert total["n_way"] == 16.5
@@ -124,7 +124,7 @@ def test_every_format_shows_every_site():
     assert [row["site"] for row in rows] == [*sites, "total"]
     assert " ".join(rows[0]) == (
         "site where instruction width executed requests wavefronts ideal excessive wavefronts_per_instruction n_way "
-        "sectors ideal_sectors sectors_per_request bytes unmodelled"
+        "sectors ideal_sectors sectors_per_request lines bytes unmodelled"
     )
 
 

@@ -16,8 +16,10 @@ from validation.ncu_csv import count, read_profiles
 
 KERNEL = "void transpose<(Variant)0>(const float *, float *, int, int)"
 SOURCE_COLUMNS = ("Instructions Executed", "L1 Wavefronts Shared Excessive", "L1 Wavefronts Shared",
-                  "L1 Wavefronts Shared Ideal", "L2 Theoretical Sectors Global", "L2 Theoretical Sectors Global Ideal")
-GLOBAL, STORE, LOAD = (8192, 0, 0, 0, 32768, 32768), (8192, 0, 8192, 8192, 0, 0), (8192, 253952, 262144, 8192, 0, 0)
+                  "L1 Wavefronts Shared Ideal", "L2 Theoretical Sectors Global", "L2 Theoretical Sectors Global Ideal",
+                  "L1 Tag Requests Global")
+GLOBAL, STORE = (8192, 0, 0, 0, 32768, 32768, 8192), (8192, 0, 8192, 8192, 0, 0, 0)
+LOAD = (8192, 253952, 262144, 8192, 0, 0, 0)
 LINES = {  # source line: its text, the counts of each memory instruction, and their texts
     29: ("LDG32(word, src + row * cols + col);                   // @site src.load", GLOBAL,
          ("@!P1  LDG.E R12, desc[UR6][R12.64]", "@!P3  LDG.E R8, desc[UR6][R8.64]",
@@ -31,8 +33,8 @@ LINES = {  # source line: its text, the counts of each memory instruction, and t
          ("      STG.E desc[UR6][R8.64], R5", "      STG.E desc[UR6][R8.64], R5", "      STG.E desc[UR6][R6.64], R5",
           "      STG.E desc[UR6][R2.64], R5")),
 }
-OTHER = ("      LDC R1, c[0x0][0x28]", (8192, 0, 0, 0, 0, 0))
-PADDING = ("@!PT LDS RZ, [RZ]", (576, 0, 0, 0, 0, 0))  # the compiler's: a predicate that never holds
+OTHER = ("      LDC R1, c[0x0][0x28]", (8192, 0, 0, 0, 0, 0, 0))
+PADDING = ("@!PT LDS RZ, [RZ]", (576, 0, 0, 0, 0, 0, 0))  # the compiler's: a predicate that never holds
 RAW = {  # metric: unit, value as printed
     "memory_l1_wavefronts_shared": ("sectors", "1081344"),
     "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": ("", "1,048,576"),
@@ -65,7 +67,7 @@ def cuda_page(lines=LINES):
         rows.append(("", "", f"0x7f5907000{line:03x}", "@!P1  IMAD R15, R4, UR9, RZ", "0", *OTHER[1]))
         rows.append(("", "", f"0x7f5907001{line:03x}", PADDING[0], "0", *PADDING[1]))
         rows += [("", "", f"0x7f5907{line % 100:03x}{n:03x}", text, "1", *counts) for n, text in enumerate(texts)]
-        rows.append(("", "", "...", "...", *"-" * 7))
+        rows.append(("", "", "...", "...", *"-" * 8))
     return printed(rows)
 
 
@@ -96,7 +98,7 @@ def numbers(result):
 def test_source_lines_are_compared_by_site(compare):
     result = compare(cuda_page(), "--format", "json")
     found = numbers(result)
-    assert result.exit_code == 0 and len(found) == 14
+    assert result.exit_code == 0 and len(found) == 16
     assert found["tile.load", "excessive"]["measured"] == found["tile.load", "excessive"]["predicted"] == 1_015_808
     assert {row["verdict"] for row in found.values()} == {"equal"}
 
@@ -112,7 +114,7 @@ def test_an_instruction_inlined_from_another_line_counts_once_and_at_its_site(co
         one_file = cuda_page(first | {line + 100: entry for line, entry in second.items()})
         for page in (two_files, one_file):
             result = compare(page, "--format", "json")
-            assert result.exit_code == 0 and len(numbers(result)) == 14
+            assert result.exit_code == 0 and len(numbers(result)) == 16
 
 
 @pytest.mark.parametrize("times", (1, 2))

@@ -66,7 +66,8 @@ def measured_table(sites) -> CounterTable:
         used = instruction(kind)
         rows.append(SiteCounters(name, "", None, kind, None, row["executed"], None,
                                  row.get("l1_wavefronts_shared", 0) if used.shared else None, None,
-                                 row.get("l2_theoretical_sectors_global", 0) if used.global_ else None, None, 0))
+                                 row.get("l2_theoretical_sectors_global", 0) if used.global_ else None, None,
+                                 row.get("l1_tag_requests_global", 0) if used.global_ else None, 0))
     return CounterTable(tuple(rows), {})
 
 
@@ -98,7 +99,7 @@ def test_clocks_of_the_fragment_loop_are_its_wavefronts():
 
 
 def test_demand_grows_with_the_grid():
-    row = SiteCounters("copy", "", 1, "cp.async.cg", 16, 4, 4, 8, 4, 64, 64, 2048)
+    row = SiteCounters("copy", "", 1, "cp.async.cg", 16, 4, 4, 8, 4, 64, 64, 16, 2048)
     half = work_of(CounterTable((row,), {"mma.m16n8k8": 3, "barrier": 9}), ctas=2, grid=4, tensor_bytes=10**9)
     assert (half.data_wavefronts, half.copy_wavefronts, half.sectors) == (8, 16, 128)
     assert half.mma_flop == 2 * 3 * 2048

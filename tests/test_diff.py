@@ -64,7 +64,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def row(site="x", executed=4, wavefronts=8, ideal=4, unmodelled=0) -> SiteCounters:
-    return SiteCounters(site, "k.py", 1, "lds", 4, executed, None, wavefronts, ideal, None, None, 512, unmodelled)
+    return SiteCounters(site, "k.py", 1, "lds", 4, executed, None, wavefronts, ideal, None, None, None, 512, unmodelled)
 
 
 def test_the_status_of_a_row():

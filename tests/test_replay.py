@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import cost_of_row
+from implementations import NUMBERS, cost_of_row
 
 from simgpu import replay as replay_module
 from simgpu.errors import SimError
@@ -144,7 +144,8 @@ def test_totals_are_the_sums_in_blocks_and_threads_too(form, monkeypatch):
     sums = Totals(accesses=333, unmodelled=int(found.unmodelled.sum()),
                   max_wavefronts=0 if found.wavefronts is None else max(0, int(found.wavefronts.max())),
                   unknown_wavefronts=unknown(found.wavefronts), unknown_sectors=unknown(found.sectors),
-                  **{name: known(getattr(found, name)) for name in ("wavefronts", "ideal", "sectors", "ideal_sectors")})
+                  unknown_lines=unknown(found.lines),
+                  **{name: known(getattr(found, name)) for name in NUMBERS})
     assert sums.accesses == sums.unmodelled or sums.wavefronts + sums.sectors > 0
     for threads in (1, 2, 3):
         assert totals(*form, active, shared, global_, threads=threads) == sums

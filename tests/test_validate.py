@@ -25,13 +25,14 @@ QUICK = 1_000_000  # executed instructions of a run that the tests re-emulate; t
 EXECUTED = 49000
 SITES = {
     "src.load": {"sass": {"LDG.E": 4}, "executed": EXECUTED, "l2_theoretical_sectors_global": 211000,
-                 "l2_theoretical_sectors_global_ideal": 188000, "active_lanes": 1500000},
+                 "l2_theoretical_sectors_global_ideal": 188000, "l1_tag_requests_global": 88000,
+                 "active_lanes": 1500000},
     "tile.store": {"sass": {"STS": 4}, "executed": EXECUTED, "l1_wavefronts_shared": 47000,
                    "l1_wavefronts_shared_ideal": 47000, "l1_wavefronts_shared_excessive": 0},
     "tile.load": {"sass": {"LDS": 4}, "executed": 48000, "l1_wavefronts_shared": 1500000,
                   "l1_wavefronts_shared_ideal": 48000, "l1_wavefronts_shared_excessive": 1452000},
     "dst.store": {"sass": {"STG.E": 4}, "executed": 48000, "l2_theoretical_sectors_global": 187500,
-                  "l2_theoretical_sectors_global_ideal": 187500},
+                  "l2_theoretical_sectors_global_ideal": 187500, "l1_tag_requests_global": 82875},
 }
 TOTALS = {
     "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": 1500000.0,
@@ -109,7 +110,7 @@ def test_equal_but_for_what_is_explained(validate):
 
 def test_all_sites_lists_every_number_and_hardware_counters_do_not_decide(validate):
     every = validate("--all-sites", "--format", "csv").stdout.splitlines()
-    assert len(every) == 1 + 14 + 2  # the header, four sites, two totals that are exact
+    assert len(every) == 1 + 16 + 2  # the header, four sites, two totals that are exact
     shown = validate("--hardware", "--format", "csv")
     assert shown.exit_code == 0
     name = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum"

@@ -151,7 +151,7 @@ def _applies(quantity: str, row: SiteCounters) -> bool:
     used = instruction(row.instruction)
     if quantity in ("executed", "lanes", "bytes"):
         return True
-    return used.global_ if "sectors" in quantity or quantity == "excessive_share" else used.shared
+    return used.global_ if "sectors" in quantity or quantity in ("lines", "excessive_share") else used.shared
 
 
 def _counts(row: SiteCounters) -> Counts:

@@ -28,9 +28,10 @@ COLUMNS = {
     "excessive": "l1_wavefronts_shared_excessive",
     "sectors": "l2_theoretical_sectors_global",
     "ideal_sectors": "l2_theoretical_sectors_global_ideal",
+    "lines": "l1_tag_requests_global",
 }
 SHARED = ("wavefronts", "ideal", "excessive")
-GLOBAL = ("sectors", "ideal_sectors")
+GLOBAL = ("sectors", "ideal_sectors", "lines")
 LAUNCH = "(whole launch)"  # where a site's name stands, in the rows that compare totals
 
 
@@ -141,6 +142,7 @@ METRICS = {
     "memory_l1_wavefronts_shared_ideal": Metric("ideal", _ALL_SHARED),
     "memory_l2_theoretical_sectors_global": Metric("sectors", _ALL_GLOBAL),
     "memory_l2_theoretical_sectors_global_ideal": Metric("ideal_sectors", _ALL_GLOBAL),
+    "memory_l1_tag_requests_global": Metric("lines", _ALL_GLOBAL),
     **{f"smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{op}.sum": Metric("wavefronts", families)
        for op, families in _SASS_SHARED.items()},
     **{f"smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{op}.sum": Metric("sectors", families)

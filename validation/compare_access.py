@@ -47,6 +47,7 @@ COUNTERS = {
         "memory_l2_theoretical_sectors_global",
     ),
     "ideal_sectors": ("memory_l2_theoretical_sectors_global_ideal",),
+    "lines": ("memory_l1_tag_requests_global",),
 }
 NEEDED = ("wavefronts", "sectors")  # a measurement without these measures nothing
 # ncu's conflicts are not wavefronts - ideal for these: of an unshifted copy past L1 it reports none whatever its

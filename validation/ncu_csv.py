@@ -28,6 +28,7 @@ TITLES = {  # our columns: what the source page heads them with
     "excessive": ("L1 Wavefronts Shared Excessive", "derived__memory_l1_wavefronts_shared_excessive"),
     "sectors": ("L2 Theoretical Sectors Global", "memory_l2_theoretical_sectors_global"),
     "ideal_sectors": ("L2 Theoretical Sectors Global Ideal", "memory_l2_theoretical_sectors_global_ideal"),
+    "lines": ("L1 Tag Requests Global", "memory_l1_tag_requests_global"),
 }
 COLLECT = "ncu --section SourceCounters --import-source yes -o rep APP, then ncu -i rep.ncu-rep --page source --csv " \
           "--print-source cuda,sass"

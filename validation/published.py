@@ -56,7 +56,7 @@ KINDS = {
     "arithmetic": "worked out by the publisher, not measured: exact",
 }
 SAME_CHIP = ({"a100-40g", "a100-80g", "a800"}, {"h20", "h20-3e"})  # a case of one stands for the others
-TOTALS = ("executed", "wavefronts", "ideal", "excessive", "sectors", "ideal_sectors", "excessive_sectors")
+TOTALS = ("executed", "wavefronts", "ideal", "excessive", "sectors", "ideal_sectors", "excessive_sectors", "lines")
 RATIOS = {  # quantities that are means
     "n_way": ("wavefronts", "ideal"),
     "wavefronts_per_instruction": ("wavefronts", "executed"),
@@ -238,7 +238,8 @@ def count(access: Access, number: int = 1) -> SiteCounters:
             sides[side] = [lane_expression(text, _names(access.vary, place)) for place in places]
     columns = replay(used, access.width, [access.mask] * len(places), **sides)
     numbers = [None if column is None or (column < 0).any() else int(column.sum()) * (executed // len(places))
-               for column in (columns.wavefronts, columns.ideal, columns.sectors, columns.ideal_sectors)]
+               for column in (columns.wavefronts, columns.ideal, columns.sectors, columns.ideal_sectors,
+                              columns.lines)]
     lanes = access.mask.bit_count() * access.width * executed
     return SiteCounters(site, "", None, access.op, access.width, executed, executed, *numbers, lanes,
                         int(columns.unmodelled.sum()) * (executed // len(places)))
@@ -268,7 +269,7 @@ def _quantity(value: Value, sites: list[SiteCounters]) -> tuple[float | None, in
 
 def _concerns(row: SiteCounters, quantity: str) -> bool:
     used = instruction(row.instruction)
-    return quantity == "executed" or (used.global_ if "sectors" in quantity else used.shared)
+    return quantity == "executed" or (used.global_ if quantity == "lines" or "sectors" in quantity else used.shared)
 
 
 def _number(row: SiteCounters, quantity: str) -> int | None:

@@ -22,6 +22,7 @@ COLUMNS = (
     Column("excessive", "excessive", healthy=0),
     Column("sectors", "sectors"),
     Column("ideal_sectors", "ideal sectors"),
+    Column("lines", "lines"),
     Column("unmodelled", "unmodelled", zero=False),
 )
 
@@ -73,6 +74,7 @@ def access(expr, op, width, mask, src, fmt):
         "excessive": None if found.wavefronts is None else found.wavefronts - found.ideal,
         "sectors": found.sectors,
         "ideal_sectors": found.ideal_sectors,
+        "lines": found.lines,
         "unmodelled": found.unmodelled,
     }
     if fmt == "table":

@@ -16,7 +16,7 @@ from simgpu.events import Site
 from simgpu.recorded import Chunk, count, read_recorded
 from simgpu.replay import Columns
 
-NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors")
+NUMBERS = ("wavefronts", "ideal", "sectors", "ideal_sectors", "lines")
 IN_MEMORY = 1 << 25  # bytes of output held before it goes to a temporary file
 
 

@@ -21,6 +21,7 @@ COLUMNS = (
     Column("sectors", "sectors"),
     Column("ideal_sectors", "ideal\nsectors", rank=4),
     Column("sectors_per_request", "sectors/\nrequest"),
+    Column("lines", "lines", data_only=True),
     Column("bytes", "bytes", data_only=True),
     Column("unmodelled", "unmodelled", zero=False),
 )
