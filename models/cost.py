@@ -24,14 +24,15 @@ from simgpu.rules import LINE, SECTOR
 MMA_SYNC_FLOP_PER_CLK = {"9.0": 2576}
 MMA_SYNC_SOURCE = "Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture (arXiv 2402.13499): " \
                   "mma instructions reach 62.9% of the peak on average"
-ATOMIC_SOURCE = "at best one update of an address a clock: NVIDIA Kepler GK110 white paper; nothing newer is published"
+ATOMIC_SOURCE = "at best one update of an address a clock: NVIDIA Kepler GK110 white paper"
 COPY_SOURCE = "argued: the 32 banks take one wavefront a clock from cp.async.cg too, beside the data pipe"
 
 MEANINGS = {
-    "data pipe": "shared and global wavefronts of the L1 data pipe",
+    "data pipe": "passes of the L1 data pipe: shared and global memory, shuffles",
     "cp.async": "wavefronts of cp.async.cg, around the data pipe",
     "tensor": "mma",
-    "L2": "sectors between L1 and L2",
+    "L1 tags": "lines that L1 looks up",
+    "L2": "what L1 asks of L2: sectors, and requests of a line each",
     "DRAM": "bytes that cross DRAM at least once",
     "atomics": "updates of one sector, one after the other",
 }
@@ -92,11 +93,12 @@ def estimate(work: Work, blocks_per_sm: int, gpu: GPU, *, warm: bool = False) ->
     time. Raises :class:`~simgpu.errors.SimError` for fewer than one block.
 
     >>> from models.gpu import load_gpu
-    >>> copy = Work(ctas=13200, data_wavefronts=2e6, copy_wavefronts=0, sectors=8e6, tensor_bytes=2**28,
-    ...             dram_bytes=2**28, mma_flop=0, contended=0)
+    >>> from models.l1 import Traffic
+    >>> copy = Work(ctas=13200, data_wavefronts=2e6, copy_wavefronts=0, lines=2e6,
+    ...             traffic=Traffic(2e6, 4e6, 4e6, 2e6), tensor_bytes=2**28, dram_bytes=2**28, mma_flop=0, contended=0)
     >>> found = estimate(copy, 8, load_gpu("h200"))
     >>> found.binding, round(found.bound_us, 1), round(found.us, 1), round(found.waves, 2)
-    ('DRAM', 66.9, 66.9, 12.5)
+    ('DRAM', 67.8, 67.8, 12.5)
     """
     if blocks_per_sm < 1:
         raise SimError(f"{gpu.name}: {blocks_per_sm} blocks on an SM take forever")
@@ -155,18 +157,33 @@ def _units(work: Work, fullest: int, gpu: GPU, warm: bool) -> list[UnitTime]:
     if ceiling < flop:
         flop, source, provenance = ceiling, MMA_SYNC_SOURCE, "documented"
     units.append(of_sm("tensor", work.mma_flop, flop, f"{flop:,} FLOP/clk/SM", provenance, source))
-    if gpu.l2_read_bytes_per_clk:
-        l2 = gpu.quantities["l2.read_bytes_per_clk"]
-        us = SECTOR * work.sectors / l2.value / mhz
-        units.append(UnitTime("L2", us, work.sectors, MEANINGS["L2"], f"{l2.value:,} B/clk", l2.provenance, l2.source))
+    tags = gpu.quantities["l1.lines_per_clk"]
+    units.append(of_sm("L1 tags", work.lines, tags.value, f"{tags.value} line/clk/SM", tags.provenance, tags.source))
+    units += _l2(work, gpu)
     if not (warm and fits_l2(work, gpu)):
         if gpu.dram_copy_gb_per_s:
             dram = gpu.quantities["dram.copy_gb_per_s"]
         units.append(UnitTime("DRAM", work.dram_bytes / dram.value / 1000, work.dram_bytes, MEANINGS["DRAM"],
                               f"{dram.value:,} GB/s", dram.provenance, dram.source))
-    units.append(UnitTime("atomics", work.contended / mhz, work.contended, MEANINGS["atomics"], "1 update/clk",
-                          "documented", ATOMIC_SOURCE))
+    turn = gpu.quantities.get("l2.atomic_clk")
+    clocks, provenance, source = ((turn.value, turn.provenance, turn.source) if turn else
+                                  (1, "documented", ATOMIC_SOURCE))
+    units.append(UnitTime("atomics", work.contended * clocks / mhz, work.contended, MEANINGS["atomics"],
+                          f"{clocks:g} clk/update", provenance, source))
     return units
+
+
+def _l2(work: Work, gpu: GPU) -> list[UnitTime]:
+    """L2 by what it has less of: bytes a clock, or requests. Nothing where neither is known."""
+    sectors = work.traffic.read_sectors + work.traffic.written_sectors
+    found = []
+    for key, demand, times in (("l2.read_bytes_per_clk", sectors, SECTOR), ("l2.requests_per_clk",
+                                                                           work.traffic.requests, 1)):
+        if rate := gpu.quantities.get(key):
+            us = times * demand / rate.value / gpu.clock_boost_mhz
+            found.append(UnitTime("L2", us, demand, MEANINGS["L2"], f"{rate.value:,} {rate.unit}", rate.provenance,
+                                  rate.source))
+    return [max(found, key=lambda unit: unit.us)] if found else []
 
 
 def fits_l2(work: Work, gpu: GPU) -> bool:
@@ -177,11 +194,10 @@ def fits_l2(work: Work, gpu: GPU) -> bool:
 def _unknown(work: Work, gpu: GPU, warm: bool) -> tuple[str, ...]:
     unknown = ["arithmetic outside the tensor cores is not traced, so neither issue slots nor FMA/ALU time are known",
                "latency and launch overhead are not modelled: a kernel that waits for them is slower than this says"]
-    if not gpu.l2_read_bytes_per_clk:
-        unknown.append(f"no reliable L2 throughput is known for {gpu.name}, nor is the hit rate of any L2")
-    if work.contended > 1:
-        unknown.append("atomics on one sector take turns; one a clock is the best case (3.6 clocks in kda_b3@l8 on an "
-                       "H200)")
+    unknown.append("what of a launch's traffic L2 answers is not known: each tensor is taken to cross DRAM once")
+    if work.contended > 1 and gpu.l2_atomic_clk is None:
+        unknown.append(f"atomics on one sector take turns; one a clock is the best case, what {gpu.name} takes is not "
+                       "known (3.5 on an H200)")
     if fits_l2(work, gpu):
         unknown.append("the tensors fit the L2" + (": taken to be there already" if warm else
                        ": a launch repeated on the same data may not need DRAM (--warm)"))

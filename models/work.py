@@ -1,8 +1,9 @@
 """What a launch asks of each unit of the GPU: the demand that :mod:`models.cost` prices.
 
-The counter table says most of it. Two things are added here: the bytes that must cross DRAM at least once, and how many
-updates meet at the most wanted sector of global memory (:class:`ContentionSink`), because an atomic waits for the one
-before it. What the emulator does not trace (float and integer arithmetic on numpy arrays) is no part of it.
+The counter table says most of it, :mod:`models.l1` what global accesses ask of L1 and L2. Two things are added here:
+the bytes that must cross DRAM at least once, and how many updates meet at the most wanted sector of global memory
+(:class:`ContentionSink`), because an atomic waits for the one before it. What the emulator does not trace (float and
+integer arithmetic on numpy arrays) is no part of it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simgpu.counters import CounterTable, SiteCounters
+from models.l1 import Traffic
+from simgpu.counters import CounterTable
 from simgpu.events import AccessEvent, WorkEvent
-from simgpu.instructions import instruction
-from simgpu.rules import LINE, SECTOR
+from simgpu.rules import SECTOR
 
 
 @dataclass(frozen=True)
 class Work:
     """The demand of a whole grid of ``ctas`` CTAs.
 
-    ``data_wavefronts``: passes of the L1's data pipe, those of shared memory and, at least, those of global memory.
-    ``copy_wavefronts``: those of cp.async.cg, which go around that pipe. ``sectors``: 32 bytes each, between L1 and L2.
-    ``tensor_bytes``: what the global tensors hold; ``dram_bytes``: what must cross DRAM at least. ``mma_flop``: on the
-    tensor cores. ``contended``: updates of the most wanted sector by atomics. ``unmodelled`` names the sites some of
-    whose accesses have no proven rule, and whose share is missing.
+    ``data_wavefronts``: passes of the L1's data pipe: shared memory, global memory, shuffles. ``copy_wavefronts``:
+    those of cp.async.cg, which go around that pipe. ``lines``: lookups of global lines in L1. ``traffic``: what L1 asks
+    of L2. ``tensor_bytes``: what the global tensors hold; ``dram_bytes``: what must cross DRAM at least. ``mma_flop``:
+    on the tensor cores. ``contended``: updates of the most wanted sector by atomics. ``unmodelled`` names the sites
+    some of whose accesses have no proven rule, and whose share is missing.
     """
 
     ctas: int
     data_wavefronts: float
     copy_wavefronts: float
-    sectors: float
+    lines: float
+    traffic: Traffic
     tensor_bytes: int
     dram_bytes: float
     mma_flop: float
@@ -40,23 +42,28 @@ class Work:
     unmodelled: tuple[str, ...] = ()
 
 
-def work_of(table: CounterTable, *, ctas: int, grid: int, tensor_bytes: int, contended: int = 0) -> Work:
+def work_of(table: CounterTable, *, ctas: int, grid: int, tensor_bytes: int, traffic: Traffic,
+            contended: int = 0) -> Work:
     """The demand of a grid of ``grid`` CTAs, from the counters of ``ctas`` of them (the rest is taken to be alike).
 
     ``tensor_bytes``: of all global tensors of the launch; each crosses DRAM once, unless fewer bytes are asked for.
+    ``traffic``: that of a CTA, on average.
 
+    >>> from simgpu.counters import SiteCounters
     >>> row = SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 40, 40, 10, 1280)
-    >>> work_of(CounterTable((row,), {"mma.m16n8k16": 2}), ctas=1, grid=3, tensor_bytes=4096)
-    Work(ctas=3, data_wavefronts=30.0, copy_wavefronts=0.0, sectors=120.0, tensor_bytes=4096, dram_bytes=3840.0, \
-mma_flop=24576.0, contended=0.0, unmodelled=())
+    >>> found = work_of(CounterTable((row,), {"mma.m16n8k16": 2, "shfl.xor": 5}), ctas=1, grid=3, tensor_bytes=4096,
+    ...                 traffic=Traffic(passes=10, read_sectors=40, requests=10))
+    >>> found.data_wavefronts, found.lines, found.traffic.read_sectors, found.dram_bytes, found.mma_flop
+    (45.0, 30.0, 120, 3840.0, 24576.0)
     """
     scale = grid / ctas
-    sectors = scale * sum(row.sectors or 0 for row in table.sites)
+    sectors, lines = (scale * sum(getattr(row, name) or 0 for row in table.sites) for name in ("sectors", "lines"))
     return Work(
         ctas=grid,
-        data_wavefronts=scale * sum(map(data_wavefronts, table.sites)),
+        data_wavefronts=scale * data_wavefronts(table) + grid * traffic.passes,
         copy_wavefronts=scale * sum(row.wavefronts or 0 for row in table.sites if row.instruction == "cp.async.cg"),
-        sectors=sectors,
+        lines=lines,
+        traffic=traffic * grid,
         tensor_bytes=tensor_bytes,
         dram_bytes=min(float(tensor_bytes), sectors * SECTOR),
         mma_flop=scale * sum(mma_flop(kind) * warps for kind, warps in table.work.items()),
@@ -65,24 +72,19 @@ mma_flop=24576.0, contended=0.0, unmodelled=())
     )
 
 
-def data_wavefronts(row: SiteCounters) -> int:
-    """The least passes of the L1 data pipe (``l1tex__data_pipe_lsu_wavefronts``) that a site's accesses take.
+def data_wavefronts(table: CounterTable) -> int:
+    """Passes of the L1 data pipe (``l1tex__data_pipe_lsu_wavefronts``) that shared memory and shuffles take.
 
-    Shared memory: its wavefronts. cp.async.cg: one per request; its data goes around the pipe (measured: GEMMs end
-    before the pipe could have carried both). Global loads, stores and atomics: one per instruction, and one per
-    128 bytes of sectors; more is not understood. Measured: a lower bound on each run in ``validation/measured/h200``,
-    and 0.93 to 1 of the counter in most of them.
+    cp.async.cg is among global accesses (:mod:`models.l1`). Measured on the kernels of ``validation/measured/h200``:
+    together with theirs a lower bound of the counter, and 0.9 to 1 of it in most of them.
 
-    >>> data_wavefronts(SiteCounters("x.load", "", 1, "ldg", 4, 10, 10, None, None, 320, 40, 80, 1280))
-    80
+    >>> from simgpu.counters import SiteCounters
+    >>> row = SiteCounters("tile.load", "", 1, "lds", 4, 10, None, 20, 10, None, None, None, 1280)
+    >>> data_wavefronts(CounterTable((row,), {"shfl.xor": 5, "barrier": 8}))
+    25
     """
-    used = instruction(row.instruction)
-    if row.instruction == "cp.async.cg":
-        return row.executed
-    passes = row.wavefronts or 0
-    if used.global_ and not used.shared:
-        passes += max(row.executed, -(-(row.sectors or 0) // (LINE // SECTOR)))
-    return passes
+    shared = sum(row.wavefronts or 0 for row in table.sites if row.instruction != "cp.async.cg")
+    return shared + sum(warps for kind, warps in table.work.items() if kind.startswith("shfl."))
 
 
 def mma_flop(kind: str) -> int:

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from models.cost import Estimate, estimate
 from models.gpu import GPU
+from models.l1 import L1Sink, lines_of_a_block
 from models.occupancy import Occupancy, occupancy
 from models.work import ContentionSink, Work, work_of
 from simgpu.counters import SiteCounters
@@ -81,13 +82,15 @@ def side(name: str, launch: Launch, gpu: GPU, *, registers: int | None = None, c
     >>> found.estimate.binding, found.fit.blocks_per_sm
     ('data pipe', 8)
     """
-    contention = ContentionSink()
-    result = simulate(launch, ctas=ctas, mode=mode, sinks=(contention, *sinks), shared_limit=gpu.shared_bytes_per_block,
-                      progress=progress)
+    contention, l1 = ContentionSink(), L1Sink()
+    result = simulate(launch, ctas=ctas, mode=mode, sinks=(contention, l1, *sinks),
+                      shared_limit=gpu.shared_bytes_per_block, progress=progress)
     registers = launch.registers if registers is None else registers
     fit = occupancy(gpu, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
+    blocks = min(fit.blocks_per_sm, -(-launch.ctas // gpu.sm_count))  # that share an SM
     demand = work_of(result.table, ctas=result.ctas, grid=launch.ctas, contended=contention.busiest,
-                     tensor_bytes=sum(tensor.nbytes for tensor in launch.tensors))
+                     tensor_bytes=sum(tensor.nbytes for tensor in launch.tensors),
+                     traffic=l1.traffic(lines_of_a_block(gpu, blocks, result.shared_bytes)))
     return Side(name, result, registers, fit, demand, estimate(demand, fit.blocks_per_sm, gpu, warm=warm))
 
 

@@ -150,7 +150,7 @@ def test_a_count_measured_otherwise_changes_the_verdict(tmp_path):
 def test_a_time_measured_otherwise_changes_the_verdict(tmp_path, factor, verdict):
     def scale(run):
         median = run["time"]["median_us"] * (factor if run["variant"] == "l13" else 1)
-        run["time"] = {"median_us": median, "min_us": median * 0.999, "max_us": median * 1.001}
+        run["time"] = {"median_us": median, "low_us": median * 0.999, "high_us": median * 1.001}
 
     folder = altered(tmp_path / "m", "kda_b2", scale)
     assert evaluate(LEDGER["b0-l13-time"], folder).verdict == verdict

@@ -213,7 +213,7 @@ def measured_value(reading: Reading, folder: Path) -> Range | None:
 def _fact(quantity: str, run: Mapping[str, Any]) -> Range | None:
     """What a run says of a whole launch; None for a quantity of its sites."""
     if quantity == "time":
-        return Range(*(run["time"][f"{end}_us"] for end in ("median", "min", "max")))
+        return Range(*(run["time"][f"{end}_us"] for end in ("median", "low", "high")))
     if quantity == "clocks":
         return Range(*(run["clocks_per_iteration"][end] for end in ("median", "min", "max")))
     if quantity == "registers":

@@ -20,7 +20,7 @@ it into a change. Counts are those of one CTA, so that a single emulated CTA sta
 kernel's place may stand a ``query`` of the occupancy model and the driver, or a single ``access``.
 
 The model and the measurement are judged apart, and the verdict is what both say. A time is judged by the whole range
-that its rounds allow, smallest over largest to largest over smallest; a range across the bound settles nothing.
+that its rounds allow, first decile over last to last over first; a range across the bound settles nothing.
 """
 
 from __future__ import annotations

@@ -94,4 +94,4 @@ def report(findings: list[Finding], gpu: str, fmt: str) -> None:
     counted = ", ".join(f"{number} {verdict}" for verdict, number in tally.items() if number)
     click.echo(f"{len(rows)} claim{'s' * (len(rows) != 1)}: {counted}")
     click.echo(f"model: {gpu}, or the GPU a claim names; measured: an {MEASURED_ON.upper()}, of the same SM as the H20")
-    click.echo("times: medians of interleaved rounds, and the range from the fastest over the slowest to the reverse")
+    click.echo("times: medians of interleaved rounds, and the range from first decile over last to the reverse")
