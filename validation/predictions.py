@@ -16,6 +16,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from statistics import quantiles
 
 import click
 
@@ -201,6 +202,16 @@ def rows(predictions: list[Prediction]) -> Iterator[dict]:
         }
 
 
+def summary(predictions: list[Prediction]) -> str:
+    """How many directions are right, and how far half and nine in ten of the times are off, each case counted once."""
+    right = sum(one.right for one in predictions)
+    off = {(one.pair.kernel, name): abs(estimate / median - 1) for one in predictions for name, estimate, median
+           in zip((one.pair.before, one.pair.after), one.estimates, one.medians, strict=True)}
+    half, most = (f"{part:.0%}" for part in quantiles(off.values(), n=10)[4::4])
+    return (f"{right} of {len(predictions)} directions right; of {len(off)} times half are within {half} of the "
+            f"measured, nine in ten within {most}")
+
+
 def _change(pair: Pair) -> str:
     """What differs between the two cases, after the variant: ``A3: swizzle=0 -> A3``."""
     old, new = pair.before.split(","), pair.after.split(",")
@@ -221,8 +232,7 @@ COLUMNS = (
 def main() -> None:
     """Print every pair as a Markdown table."""
     found = [predict(pair) for pair in pairs()]
-    right = sum(one.right for one in found)
-    click.echo(render("md", COLUMNS, list(rows(found)), notes=[f"{right} of {len(found)} directions right"]), nl=False)
+    click.echo(render("md", COLUMNS, list(rows(found)), notes=[summary(found)]), nl=False)
 
 
 if __name__ == "__main__":
