@@ -193,8 +193,8 @@ def fits_l2(work: Work, gpu: GPU) -> bool:
 
 def _unknown(work: Work, gpu: GPU, warm: bool) -> tuple[str, ...]:
     unknown = ["arithmetic outside the tensor cores is not traced, so neither issue slots nor FMA/ALU time are known",
-               "latency and launch overhead are not modelled: a kernel that waits for them is slower than this says"]
-    unknown.append("what of a launch's traffic L2 answers is not known: each tensor is taken to cross DRAM once")
+               "latency and launch overhead are not modelled: a kernel that waits for them is slower than this says",
+               "what of a launch's traffic L2 answers is not known: each tensor is taken to cross DRAM once"]
     if work.contended > 1 and gpu.l2_atomic_clk is None:
         unknown.append(f"atomics on one sector take turns; one a clock is the best case, what {gpu.name} takes is not "
                        "known (3.5 on an H200)")

@@ -89,6 +89,7 @@ class L1Sink:
             return
         columns = replay(used, event.site.width, rows["mask"], rows.get("shared"), rows["global"])
         carried = columns.lines if columns.wavefronts is None else columns.wavefronts
+        # An access without a rule (-1) asks for its lines at least.
         requests = np.where(carried < 0, columns.lines, carried).sum(dtype=np.int64)
         sectors = np.where(columns.sectors < 0, columns.lines, columns.sectors).sum(dtype=np.int64)
         written = used.family == "atomg"

@@ -87,7 +87,7 @@ def side(name: str, launch: Launch, gpu: GPU, *, registers: int | None = None, c
                       shared_limit=gpu.shared_bytes_per_block, progress=progress)
     registers = launch.registers if registers is None else registers
     fit = occupancy(gpu, threads=launch.threads, registers=registers, shared_bytes=result.shared_bytes)
-    blocks = min(fit.blocks_per_sm, -(-launch.ctas // gpu.sm_count))  # that share an SM
+    blocks = max(1, min(fit.blocks_per_sm, -(-launch.ctas // gpu.sm_count)))  # that share an SM
     demand = work_of(result.table, ctas=result.ctas, grid=launch.ctas, contended=contention.busiest,
                      tensor_bytes=sum(tensor.nbytes for tensor in launch.tensors),
                      traffic=l1.traffic(lines_of_a_block(gpu, blocks, result.shared_bytes)))
