@@ -133,6 +133,8 @@ def shares():
     """(case, demand over counter) of each measured launch that is soon emulated, by the name of the demand."""
     for kernel in ("transpose", "kda_b0", "kda_b1", "kda_b2", "kda_b3"):
         for run in json.loads((MEASURED / f"{kernel}.json").read_text(encoding="utf-8"))["runs"]:
+            if kernel != "transpose" and run["params"]["sequences"] == 1 and not any(w in run["case"] for w in STRIDED):
+                continue  # full tiles cost what those of the ragged runs do
             launch = registered()[kernel].launch(run["variant"], **run["params"])
             blocks = min(run["blocks_per_sm"], -(-launch.ctas // H200.sm_count))
             sink = L1Sink()
@@ -151,7 +153,7 @@ def shares():
 def test_l2_is_asked_for_what_the_model_says():
     found = dict(shares())
     plain = {case: share for case, share in found.items() if not any(word in case for word in STRIDED)}
-    assert len(found) == 116 and len(plain) > 85
+    assert len(found) == 70 and len(plain) > 50
     reads = np.array([share["read"] for share in plain.values()])
     assert np.mean(abs(reads - 1) < 0.01) > 0.8
     assert reads.min() > 0.75 and reads.max() < 1.05
