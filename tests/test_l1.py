@@ -153,9 +153,9 @@ def shares():
 def test_l2_is_asked_for_what_the_model_says():
     found = dict(shares())
     plain = {case: share for case, share in found.items() if not any(word in case for word in STRIDED)}
-    assert len(found) == 70 and len(plain) > 50
+    assert len(found) == 70 and len(plain) == 47
     reads = np.array([share["read"] for share in plain.values()])
-    assert np.mean(abs(reads - 1) < 0.01) > 0.8
+    assert np.mean(abs(reads - 1) < 0.01) > 0.75
     assert reads.min() > 0.75 and reads.max() < 1.05
     assert all(0.9 < share["read"] < 1.45 for case, share in found.items() if case not in plain)
     assert np.median([share["requests"] for share in found.values()]) == pytest.approx(1, abs=0.1)
