@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from simgpu.cli.conflicts import configure, ctas_of
+from simgpu.cli.launches import configure, ctas_of
 from simgpu.cli.options import emit, format_option, write
 from simgpu.launch import Launch
 from simgpu.races import Finding, Report, gates, needed

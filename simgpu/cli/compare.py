@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from kernels_py import find
-from simgpu.cli.conflicts import configure
+from simgpu.cli.launches import configure
 from simgpu.cli.options import emit, format_option, progress
 from simgpu.counters import CounterTable
 from simgpu.errors import SimError

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import reprlib
 from contextlib import nullcontext
 
 import click
 
-from kernels_py import find
-from models.gpu import GPU, load_gpu
-from models.occupancy import Occupancy, occupancy
+from models.gpu import load_gpu
+from models.occupancy import occupancy
+from simgpu.cli.launches import configure, coverage, ctas_of, dims, occupancy_line, provenance
 from simgpu.cli.options import format_option, gpu_option, progress, unmodelled_option
 from simgpu.cli.sites import emit_sites
-from simgpu.errors import SimError
-from simgpu.launch import Launch
-from simgpu.report import counted
-from simgpu.run import MODES, Result, simulate
+from simgpu.run import MODES, simulate
 from simgpu.trace import TraceWriter
 
 
@@ -92,60 +87,3 @@ def conflicts(kernel, gpu, ctas, settings, mode, regs, threads, allow_unmodelled
             "occupancy": fit.as_dict(),
         },
     )
-
-
-def configure(name: str, settings: tuple[str, ...]) -> Launch:
-    """The launch that KERNEL[@VARIANT] and its ``--set NAME=VALUE`` settings describe."""
-    kernel, variant = find(name)
-    return kernel.launch(variant, **kernel.parse(variant, pairs(settings)))
-
-
-def pairs(settings: tuple[str, ...], option: str = "--set") -> dict[str, str]:
-    """The NAME=VALUE settings of ``option``, as texts by name; of a name given twice the last one holds."""
-    found = {}
-    for setting in settings:
-        name, equals, text = setting.partition("=")
-        if not equals or not name:
-            raise SimError(f"{option} {setting!r} is not NAME=VALUE")
-        found[name] = text
-    return found
-
-
-def ctas_of(text: str, launch: Launch) -> int | None:
-    if text == "all":
-        return None
-    if not re.fullmatch(r"[0-9]{1,18}", text) or not 1 <= int(text) <= launch.ctas:
-        raise SimError(
-            f"--ctas {reprlib.repr(text)} is neither 'all' nor a number from 1 to {launch.ctas}, the CTAs of the grid"
-        )
-    return int(text)
-
-
-def dims(dims: tuple[int, int, int]) -> str:
-    return "x".join(map(str, dims))
-
-
-def occupancy_line(result: Result, fit: Occupancy, registers: int | None) -> str:
-    blocks = f"{'up to ' if registers is None else ''}{fit.blocks_per_sm} blocks/SM ({fit.occupancy:.1%})"
-    known = "registers unknown (--regs N)" if registers is None else f"{registers} registers"
-    used = f"{result.launch.threads} threads, {result.shared_bytes:,} B shared, {known}"
-    return f"occupancy: {blocks}, limited by {fit.limiter}, with {used}. {fit.next_step.sentence}"
-
-
-def coverage(result: Result) -> str:
-    how = (
-        "with values"
-        if result.values
-        else "addresses only" + (", CTA 0 checked with values first" if result.checked else "")
-    )
-    return f"emulated {result.ctas:,} of {counted(result.launch.ctas, 'CTA')}, {how}"
-
-
-def provenance(gpu: GPU) -> str:
-    """How the rules that counted are known for this GPU."""
-    if gpu.name == "h200":
-        return "rules: measured on an H200"
-    if gpu.compute_capability == "9.0":
-        return "rules: inferred for this GPU, measured on an H200 (the same GH100 SM)"
-    known = "documented and checked against published measurements"
-    return f"rules: measured on an H200; for compute capability {gpu.compute_capability} {known}"

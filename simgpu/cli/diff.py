@@ -7,7 +7,7 @@ from rich.console import Console
 
 from kernels_py import find
 from models.gpu import load_gpu
-from simgpu.cli.conflicts import configure, pairs
+from simgpu.cli.launches import configure, pairs
 from simgpu.cli.options import format_option, gpu_option, progress, write
 from simgpu.diff import COUNTED, SITE_COLUMNS, Change, Diff, Gate, arrow, compare, side, verdict
 from simgpu.errors import SimError

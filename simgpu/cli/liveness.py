@@ -10,7 +10,7 @@ import click
 from models.gpu import GPU, load_gpu
 from models.occupancy import occupancy
 from simgpu.cli.check import chosen
-from simgpu.cli.conflicts import configure
+from simgpu.cli.launches import configure
 from simgpu.cli.options import emit, format_option, gpu_option
 from simgpu.liveness import Confirmation, Liveness, Packing, analyse, confirm, interference
 from simgpu.report import Column, counted

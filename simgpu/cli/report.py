@@ -11,7 +11,7 @@ import click
 from models.gpu import GPU, load_gpu
 from models.occupancy import KB, Occupancy
 from models.occupancy import occupancy as occupancy_of
-from simgpu.cli.conflicts import configure, coverage, ctas_of, dims, occupancy_line, provenance
+from simgpu.cli.launches import configure, coverage, ctas_of, dims, occupancy_line, provenance
 from simgpu.cli.options import gpu_option, progress, unmodelled_option, write
 from simgpu.cli.sites import COLUMNS, no_rule
 from simgpu.counters import SiteCounters

@@ -10,7 +10,7 @@ import click
 from kernels_py import find
 from models.gpu import GPU, load_gpu
 from models.occupancy import occupancy
-from simgpu.cli.conflicts import configure, pairs
+from simgpu.cli.launches import configure, pairs
 from simgpu.cli.options import emit, format_option, gpu_option, progress, unmodelled_option
 from simgpu.errors import SimError
 from simgpu.launch import Launch
