@@ -98,7 +98,7 @@ def one_repeat(ordinary):
 
 
 @each(FORMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_every_access_costs_what_the_reference_says(form, data):
     active, shared, global_ = data.draw(columns(form))
