@@ -53,8 +53,7 @@ HARDWARE = (
     "l1tex__data_pipe_lsu_wavefronts.sum",
     "l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",
     *(f"l1tex__t_{what}_pipe_lsu_mem_global_op_{op}.sum" for what, op in product(GLOBAL_COUNTS, ("ld", "st"))),
-    *(f"l1tex__t_sectors_pipe_lsu_mem_global_op_{op}_lookup_{how}.sum"
-      for op, how in product(("ld", "ldgsts"), ("hit", "miss"))),
+    *(f"l1tex__t_sectors_pipe_lsu_mem_global_op_ld_lookup_{how}.sum" for how in ("hit", "miss")),
     "l1tex__m_xbar2l1tex_read_sectors.sum",
     "l1tex__m_l1tex2xbar_write_sectors.sum",
     "lts__t_requests_srcunit_tex.sum",
