@@ -24,7 +24,6 @@ from simgpu.rules import LINE, SECTOR
 MMA_SYNC_FLOP_PER_CLK = {"9.0": 2576}
 MMA_SYNC_SOURCE = "Luo et al., Benchmarking and Dissecting the Nvidia Hopper GPU Architecture (arXiv 2402.13499): " \
                   "mma instructions reach 62.9% of the peak on average"
-ATOMIC_SOURCE = "at best one update of an address a clock: NVIDIA Kepler GK110 white paper"
 COPY_SOURCE = "argued: the 32 banks take one wavefront a clock from cp.async.cg too, beside the data pipe"
 
 MEANINGS = {
@@ -165,20 +164,17 @@ def _units(work: Work, fullest: int, gpu: GPU, warm: bool) -> list[UnitTime]:
             dram = gpu.quantities["dram.copy_gb_per_s"]
         units.append(UnitTime("DRAM", work.dram_bytes / dram.value / 1000, work.dram_bytes, MEANINGS["DRAM"],
                               f"{dram.value:,} GB/s", dram.provenance, dram.source))
-    turn = gpu.quantities.get("l2.atomic_clk")
-    clocks, provenance, source = ((turn.value, turn.provenance, turn.source) if turn else
-                                  (1, "documented", ATOMIC_SOURCE))
-    units.append(UnitTime("atomics", work.contended * clocks / mhz, work.contended, MEANINGS["atomics"],
-                          f"{clocks:g} clk/update", provenance, source))
+    turn = gpu.quantities["l2.atomic_clk"]
+    units.append(UnitTime("atomics", work.contended * turn.value / mhz, work.contended, MEANINGS["atomics"],
+                          f"{turn.value:g} clk/update", turn.provenance, turn.source))
     return units
 
 
 def _l2(work: Work, gpu: GPU) -> list[UnitTime]:
     """L2 by what it has less of: bytes a clock, or requests. Nothing where neither is known."""
-    sectors = work.traffic.read_sectors + work.traffic.written_sectors
+    sectors, requests = work.traffic.read_sectors + work.traffic.written_sectors, work.traffic.requests
     found = []
-    for key, demand, times in (("l2.read_bytes_per_clk", sectors, SECTOR), ("l2.requests_per_clk",
-                                                                           work.traffic.requests, 1)):
+    for key, demand, times in (("l2.read_bytes_per_clk", sectors, SECTOR), ("l2.requests_per_clk", requests, 1)):
         if rate := gpu.quantities.get(key):
             us = times * demand / rate.value / gpu.clock_boost_mhz
             found.append(UnitTime("L2", us, demand, MEANINGS["L2"], f"{rate.value:,} {rate.unit}", rate.provenance,
@@ -195,7 +191,7 @@ def _unknown(work: Work, gpu: GPU, warm: bool) -> tuple[str, ...]:
     unknown = ["arithmetic outside the tensor cores is not traced, so neither issue slots nor FMA/ALU time are known",
                "latency and launch overhead are not modelled: a kernel that waits for them is slower than this says",
                "what of a launch's traffic L2 answers is not known: each tensor is taken to cross DRAM once"]
-    if work.contended > 1 and gpu.l2_atomic_clk is None:
+    if work.contended > 1 and gpu.quantities["l2.atomic_clk"].provenance == "documented":
         unknown.append(f"atomics on one sector take turns; one a clock is the best case, what {gpu.name} takes is not "
                        "known (3.5 on an H200)")
     if fits_l2(work, gpu):

@@ -104,7 +104,7 @@ class GPU:
     l2_mb: int = _fact(int, "MB")
     l2_read_bytes_per_clk: int | None = _optional(int, "B/clk")
     l2_requests_per_clk: int | None = _optional(int, "request/clk")  # of a line each, however few of its sectors
-    l2_atomic_clk: float | None = _optional(float, "clk")  # from one atomic on a sector to the next
+    l2_atomic_clk: float = _fact(float, "clk")  # from one atomic on a sector to the next
 
     dram_gb: int = _fact(int, "GB")
     dram_gb_per_s: int = _fact(int, "GB/s")

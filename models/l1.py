@@ -22,12 +22,11 @@ import numpy as np
 from numba import njit
 
 from models.gpu import GPU
+from models.occupancy import KB, smallest_carveout
 from simgpu.events import AccessEvent, WorkEvent
 from simgpu.instructions import LANES, instruction
 from simgpu.replay import replay, totals
 from simgpu.rules import LINE, SECTOR
-
-KB = 1024
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def lines_of_a_block(gpu: GPU, blocks: int, shared_bytes: int) -> int:
     >>> lines_of_a_block(load_gpu("h200"), blocks=3, shared_bytes=70400)
     74
     """
-    needed = blocks * (shared_bytes + gpu.shared_bytes_reserved) if shared_bytes else 0
-    carveout = min((kb for kb in gpu.shared_carveouts_kb if kb * KB >= needed), default=max(gpu.shared_carveouts_kb))
+    carveout = smallest_carveout(gpu, blocks, shared_bytes) if shared_bytes else 0
     return (gpu.l1_kb - carveout) * KB // LINE // blocks
 
 

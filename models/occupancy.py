@@ -150,6 +150,16 @@ def _carveout(gpu: GPU, carveout_kb: int, total: int) -> int:
     return carveout_kb * KB
 
 
+def smallest_carveout(gpu: GPU, blocks: int, total: int) -> int | None:
+    """The smallest carveout, in KB, that holds ``blocks`` blocks of ``total`` bytes each; None where none does.
+
+    >>> from models.gpu import load_gpu
+    >>> smallest_carveout(load_gpu("h200"), blocks=3, total=70400)
+    228
+    """
+    return next((kb for kb in gpu.shared_carveouts_kb if kb * KB // _allocated(gpu, total) >= blocks), None)
+
+
 def _allocated(gpu: GPU, total: int) -> int:
     """Shared memory that a block with ``total`` bytes of its own takes from the SM."""
     return _round_up(total + gpu.shared_bytes_reserved, gpu.shared_granule_bytes)
@@ -185,7 +195,7 @@ def _next_step(gpu: GPU, blocks: int, warps: int, registers: int, total: int, ca
     shared_less = max(0, total - max(0, room))
     raised = None
     if total > room and carveout_kb is not None:
-        raised = next((kb for kb in gpu.shared_carveouts_kb if kb * KB // _allocated(gpu, total) >= target), None)
+        raised = smallest_carveout(gpu, target, total)
     warps_per_partition = -(-target * warps // gpu.sm_partitions)
     per_warp = gpu.sm_registers // gpu.sm_partitions // warps_per_partition
     most_registers = min(per_warp // gpu.register_granule * gpu.register_granule // LANES, gpu.thread_registers)

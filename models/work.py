@@ -76,7 +76,7 @@ def data_wavefronts(table: CounterTable) -> int:
     """Passes of the L1 data pipe (``l1tex__data_pipe_lsu_wavefronts``) that shared memory and shuffles take.
 
     cp.async.cg is among global accesses (:mod:`models.l1`). Measured on the kernels of ``validation/measured/h200``:
-    together with theirs a lower bound of the counter, and 0.9 to 1 of it in most of them.
+    together with theirs 0.9 to 1 of the counter in most of them, and nowhere 1% more.
 
     >>> from simgpu.counters import SiteCounters
     >>> row = SiteCounters("tile.load", "", 1, "lds", 4, 10, None, 20, 10, None, None, None, 1280)

@@ -38,6 +38,9 @@ on one sector (the source page counts the sector once). Measured: ``validation/m
 """
 
 
+SHARED = ("wavefronts", "ideal", "excessive", "n_way", "wavefronts_per_instruction")  # columns of shared memory
+GLOBAL = ("requests", "sectors", "ideal_sectors", "sectors_per_request", "lines")  # and of global memory
+
 SUMMED = (
     "wavefronts",
     "ideal",
@@ -125,7 +128,7 @@ class CounterTable:
         def add(name: str) -> int | None:
             values = [getattr(row, name) for row in self.sites]
             unknown = any(
-                value is None and row.unmodelled and _concerns(row, name)
+                value is None and row.unmodelled and concerns(row, name)
                 for row, value in zip(self.sites, values, strict=True)
             )
             present = [value for value in values if value is not None]
@@ -136,12 +139,17 @@ class CounterTable:
         return SiteCounters("total", "", None, "", None, **{name: add(name) for name in summed})
 
 
-def _concerns(row: SiteCounters, column: str) -> bool:
-    """Whether ``row``'s instruction uses the memory that ``column`` counts."""
+def concerns(row: SiteCounters, column: str) -> bool:
+    """Whether ``row``'s instruction uses the memory that ``column`` counts: one of :data:`SHARED` or :data:`GLOBAL`.
+
+    >>> load = SiteCounters("x.load", "", 1, "ldg", 4, 1, 1, None, None, 4, 4, 1, 128)
+    >>> concerns(load, "lines"), concerns(load, "excessive"), concerns(load, "executed")
+    (True, False, False)
+    """
     used = INSTRUCTIONS.get(row.instruction)
     if used is None:  # an opcode of an imported trace that simgpu has no name for
         return True
-    return used.shared if column in ("wavefronts", "ideal") else used.global_
+    return (used.shared and column in SHARED) or (used.global_ and column in GLOBAL)
 
 
 class CounterSink:

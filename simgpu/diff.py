@@ -18,17 +18,15 @@ from models.gpu import GPU
 from models.l1 import L1Sink, lines_of_a_block
 from models.occupancy import Occupancy, occupancy
 from models.work import ContentionSink, Work, work_of
-from simgpu.counters import SiteCounters
+from simgpu.counters import SiteCounters, concerns
 from simgpu.errors import SimError
 from simgpu.events import Sink
-from simgpu.instructions import instruction, nearest
+from simgpu.instructions import nearest
 from simgpu.launch import Launch
 from simgpu.report import show
 from simgpu.run import Result, simulate
 
 COUNTED = ("executed", "wavefronts", "excessive", "sectors")  # what makes a site better or worse
-SHARED = ("wavefronts", "ideal", "excessive", "n_way")
-GLOBAL = ("sectors", "ideal_sectors", "sectors_per_request")
 SITE_COLUMNS = (*COUNTED, "ideal", "n_way", "ideal_sectors", "lines", "requests",
                 "sectors_per_request", "bytes", "unmodelled")
 LAUNCH_COLUMNS = ("shared_bytes", "registers", "blocks_per_sm", "us", "bound_us")
@@ -331,9 +329,8 @@ class Gate:
     def _unknown(self, table, site: str) -> bool:
         """Whether accesses without a proven rule keep the column unknown at ``site``."""
         for row in table.sites:
-            used = instruction(row.instruction)
-            concerned = used.shared if self.column in SHARED else used.global_ and self.column in GLOBAL
-            if concerned and site in (row.site, "total") and row.unmodelled and getattr(row, self.column) is None:
+            if (concerns(row, self.column) and site in (row.site, "total") and row.unmodelled
+                    and getattr(row, self.column) is None):
                 return True
         return False
 

@@ -133,8 +133,8 @@ def shares():
     """(case, demand over counter) of each measured launch that is soon emulated, by the name of the demand."""
     for kernel in ("transpose", "kda_b0", "kda_b1", "kda_b2", "kda_b3"):
         for run in json.loads((MEASURED / f"{kernel}.json").read_text(encoding="utf-8"))["runs"]:
-            if kernel != "transpose" and run["params"]["sequences"] == 1 and not any(w in run["case"] for w in STRIDED):
-                continue  # full tiles cost what those of the ragged runs do
+            if run["params"].get("sequences", 1) > 1:
+                continue  # tiles that are not full: eight CTAs do not stand for all
             launch = registered()[kernel].launch(run["variant"], **run["params"])
             blocks = min(run["blocks_per_sm"], -(-launch.ctas // H200.sm_count))
             sink = L1Sink()
@@ -153,13 +153,13 @@ def shares():
 def test_l2_is_asked_for_what_the_model_says():
     found = dict(shares())
     plain = {case: share for case, share in found.items() if not any(word in case for word in STRIDED)}
-    assert len(found) == 70 and len(plain) == 47
+    assert len(found) == 82 and len(plain) == 68
     reads = np.array([share["read"] for share in plain.values()])
-    assert np.mean(abs(reads - 1) < 0.01) > 0.75
+    assert np.mean(abs(reads - 1) < 0.01) > 0.8
     assert reads.min() > 0.75 and reads.max() < 1.05
     assert all(0.9 < share["read"] < 1.45 for case, share in found.items() if case not in plain)
     assert np.median([share["requests"] for share in found.values()]) == pytest.approx(1, abs=0.1)
     assert np.median([share["written"] for share in found.values()]) == pytest.approx(1, abs=0.01)
-    # A lower bound: what else uses the pipe is not known.
+    # Hardly ever more than the counter: what else uses the pipe is not known.
     passes = np.array([share["passes"] for share in found.values()])
-    assert passes.max() < 1.02 and np.median(passes) > 0.9
+    assert passes.max() < 1.01 and np.median(passes) > 0.9

@@ -18,7 +18,7 @@ from typing import Any
 from kernels_py import find
 from models.gpu import load_gpu
 from models.occupancy import occupancy
-from simgpu.counters import SiteCounters
+from simgpu.counters import SiteCounters, concerns
 from simgpu.errors import DataDependent, SimError
 from simgpu.expression import lane_expression
 from simgpu.instructions import FULL_MASK, LANES, instruction, nearest
@@ -148,10 +148,8 @@ def _chosen(reading: Reading, rows: Iterable[SiteCounters]) -> list[SiteCounters
 
 def _applies(quantity: str, row: SiteCounters) -> bool:
     """Whether the site uses the memory that the quantity is about."""
-    used = instruction(row.instruction)
-    if quantity in ("executed", "lanes", "bytes"):
-        return True
-    return used.global_ if "sectors" in quantity or quantity in ("lines", "excessive_share") else used.shared
+    column = "wavefronts" if quantity == "shared_clocks" else RATIOS.get(quantity, (quantity,))[0]
+    return column in ("executed", "lanes", "bytes") or concerns(row, column)
 
 
 def _counts(row: SiteCounters) -> Counts:

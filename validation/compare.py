@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels_py import find
-from simgpu.counters import CounterTable, SiteCounters
+from simgpu.counters import CounterTable, SiteCounters, concerns
 from simgpu.errors import DataDependent, SimError
 from simgpu.instructions import instruction
 from simgpu.run import simulate
@@ -30,8 +30,6 @@ COLUMNS = {
     "ideal_sectors": "l2_theoretical_sectors_global_ideal",
     "lines": "l1_tag_requests_global",
 }
-SHARED = ("wavefronts", "ideal", "excessive")
-GLOBAL = ("sectors", "ideal_sectors", "lines")
 LAUNCH = "(whole launch)"  # where a site's name stands, in the rows that compare totals
 
 
@@ -183,9 +181,9 @@ def compare_site(row: SiteCounters, measured: Mapping[str, Any] | None) -> list[
     """
     if measured is None:
         return [Comparison(row.site, "executed", row.executed, None)]
-    used, rows = instruction(row.instruction), []
+    rows = []
     for column, name in COLUMNS.items():
-        applies = (column in SHARED and used.shared) or (column in GLOBAL and used.global_) or column == "executed"
+        applies = column == "executed" or concerns(row, column)
         if applies or measured.get(name):
             predicted = getattr(row, column)
             unmodelled = applies and predicted is None and row.unmodelled > 0

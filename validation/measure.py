@@ -195,6 +195,11 @@ def gpu_query(field: str) -> str:
     return output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader").splitlines()[0].strip()
 
 
+def architecture() -> str:
+    """The first GPU's architecture, as nvcc's -arch takes it: sm_90."""
+    return "sm_" + gpu_query("compute_cap").replace(".", "")
+
+
 def offered(metrics: tuple[str, ...], listing: str) -> list[str]:
     """The metrics that this Nsight Compute offers for this GPU; those of the source page are never listed.
 
@@ -317,7 +322,7 @@ def main(kernels: tuple[str, ...], gpu: str, out: Path, only: str | None, commit
             raise SimError(f"unknown kernel {min(unknown)!r} (known: {', '.join(KERNELS)})")
         chosen = chosen_cases(kernels or tuple(KERNELS), only, out)
         require_tools(*REMEDIES)
-        arch = "sm_" + gpu_query("compute_cap").replace(".", "")
+        arch = architecture()
         metrics = offered((*EXACT, *HARDWARE), output_of("ncu", "--query-metrics"))
         origin = provenance(gpu, arch, commit)
     except SimError as error:

@@ -37,7 +37,7 @@ from typing import Any
 from kernels_py import find
 from models.gpu import load_gpu
 from models.occupancy import occupancy
-from simgpu.counters import SiteCounters
+from simgpu.counters import SiteCounters, concerns
 from simgpu.errors import SimError
 from simgpu.expression import lane_expression
 from simgpu.instructions import FULL_MASK, LANES, instruction
@@ -258,18 +258,15 @@ def _quantity(value: Value, sites: list[SiteCounters]) -> tuple[float | None, in
     parts = RATIOS.get(value.quantity, (value.quantity,))
     if not set(parts) <= set(TOTALS):
         raise SimError(f"unknown quantity {value.quantity!r} (known: {', '.join((*TOTALS, *RATIOS))})")
-    chosen = [known[name] for name in value.sites] or [row for row in sites if _concerns(row, parts[0])]
+    column = parts[0].removeprefix("excessive_")
+    chosen = ([known[name] for name in value.sites]
+              or [row for row in sites if column == "executed" or concerns(row, column)])
     sums = [None if any(_number(row, part) is None for row in chosen) else sum(_number(row, part) for row in chosen)
             for part in parts]
     executed = sum(row.executed for row in chosen)
     if None in sums or not executed:
         return None, executed
     return (sums[0] if len(sums) == 1 else sums[0] / sums[1]), executed
-
-
-def _concerns(row: SiteCounters, quantity: str) -> bool:
-    used = instruction(row.instruction)
-    return quantity == "executed" or (used.global_ if quantity == "lines" or "sectors" in quantity else used.shared)
 
 
 def _number(row: SiteCounters, quantity: str) -> int | None:

@@ -22,9 +22,8 @@ from simgpu.errors import SimError
 from simgpu.instructions import LANES
 from simgpu.report import Column, render
 from simgpu.rules import SECTOR
-from validation.measure import REMEDIES, build, case, gpu_query, json_lines, output_of, provenance, require_tools
+from validation.measure import REMEDIES, architecture, build, case, json_lines, output_of, provenance, require_tools
 
-THREADS = 512  # of a CTA of rates.cu
 NAME = "rates.jsonl"
 
 L1 = {"l1": 1, "own": 1, "kb": 128, "ctas": 1, "passes": 64}
@@ -44,20 +43,19 @@ CASES = (
 
 
 def rate(run: dict[str, Any]) -> tuple[float, str]:
-    """What a case delivers, and the unit: bytes a microsecond as GB/s, or updates of one word a clock.
+    """What a case delivers, and the unit: GB/s, or updates of one word in a microsecond.
 
     ``run`` is a line of ``rates.jsonl``.
 
-    >>> rate({"variant": "copy", "params": {"kb": 1000}, "time": {"median_us": 500}})
+    >>> rate({"variant": "copy", "params": {"kb": 1000}, "grid": [264], "block": [512], "time": {"median_us": 500}})
     (4.096, 'GB/s')
     """
-    params, us = run["params"], run["time"]["median_us"]
-    ctas = run.get("grid", [1])[0]
+    params, us, ctas, threads = run["params"], run["time"]["median_us"], run["grid"][0], run["block"][0]
     if run["variant"] == "copy":
         return 2 * 1024 * params["kb"] / us / 1000, "GB/s"
     if run["variant"] == "load":
         return 1024 * params["kb"] * ctas * params["passes"] / us / 1000, "GB/s"
-    updates = ctas * THREADS // LANES * params["lanes"] * params["repeats"] / params["words"]
+    updates = ctas * threads // LANES * params["lanes"] * params["repeats"] / params["words"]
     return updates / us, "updates of a word/us"
 
 
@@ -92,7 +90,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def measure(gpu: str, out: Path, commit: str | None) -> None:
     """Build the program, run its cases in turns, and write ``rates.jsonl`` and where it comes from into ``out``."""
     require_tools(*REMEDIES)
-    arch = "sm_" + gpu_query("compute_cap").replace(".", "")
+    arch = architecture()
     origin = provenance(gpu, arch, commit)
     with tempfile.TemporaryDirectory() as folder:
         runs = json_lines(output_of(str(build("rates", Path(folder), arch)), "time", *CASES))
@@ -115,7 +113,6 @@ def main(gpu: str, out: Path | None, commit: str | None) -> None:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     click.echo(render("table", COLUMNS, [row(run) for run in runs]), nl=False)
-
 
 
 if __name__ == "__main__":

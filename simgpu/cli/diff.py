@@ -57,8 +57,8 @@ def diff(ctx, before, after, gpu, settings, changes, regs, vs_regs, ctas, warm, 
 
     A condition of --fail-if is [SITE:]COLUMN OP NUMBER, about B, or [SITE:]COLUMN increased|decreased [by N[%]].
     Without SITE it is tested at every site; SITE may be a pattern, or total. Columns: executed, wavefronts, ideal,
-    excessive, n_way, sectors, ideal_sectors, sectors_per_request, bytes, unmodelled; and, of the launch: shared_bytes,
-    registers, blocks_per_sm, us, bound_us.
+    excessive, n_way, sectors, ideal_sectors, sectors_per_request, lines, bytes, unmodelled; and, of the launch:
+    shared_bytes, registers, blocks_per_sm, us, bound_us.
 
     \b
     Examples:
